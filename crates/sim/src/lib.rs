@@ -1,1 +1,41 @@
-//! stub
+//! The simulator: the real engine over a simulated disk, on one thread, from a seed.
+//!
+//! A run is a pure function of its seed: the executor picks tasks in seeded order, the clock is
+//! virtual, operations complete in seeded order, and the power may fail between any two steps. What
+//! the guest then finds is judged by an oracle that knows what the guest was told.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | [`chance`] | [`Chance`]: the seeded generator behind every decision |
+//! | [`executor`] | [`Executor`]: tasks of several queues on one thread, the virtual clock, deadlock detection |
+//! | [`trace`] | [`Trace`]: the history of a run: its hash, and its last lines |
+//! | [`plan`] | [`Plan`]: what kind of disk it is and which of its operations fail |
+//! | [`device`] | [`Medium`](device::Medium): per sector, what is durable and what may be lost |
+//! | [`file`](mod@file) | [`SimFile`]: `Storage` over a medium: size, space, latency, faults |
+//! | [`files`] | [`World`]: the files by name; [`World::power_cut`] |
+//! | [`oracle`] | [`Oracle`]: per guest byte, the values that the guest's own history allows |
+//! | [`workload`] | [`Script`]: random operations by several tasks, run and judged |
+//! | [`history`] | [`History`]: scripts with power cuts between them, played on a [`Subject`] |
+//!
+//! Deliberately absent: real time, real files, threads; anything that a shipped program links.
+
+pub mod chance;
+pub mod device;
+pub mod executor;
+pub mod file;
+pub mod files;
+pub mod history;
+pub mod oracle;
+pub mod plan;
+pub mod trace;
+pub mod workload;
+
+pub use chance::Chance;
+pub use executor::Executor;
+pub use file::SimFile;
+pub use files::World;
+pub use history::{History, Round, Subject};
+pub use oracle::Oracle;
+pub use plan::Plan;
+pub use trace::Trace;
+pub use workload::{Script, Shape, Step, Target};

@@ -1,0 +1,146 @@
+//! The files of a simulated world by name, and what a power cut makes of them.
+//!
+//! Folders are part of a name and nothing more; that a name itself may be lost until its folder has
+//! been synced is not simulated yet.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
+
+use futures_util::future::LocalBoxFuture;
+use stillpoint_io::{Access, Error, Files, Kind, Queue, Result, Storage};
+
+use crate::chance::Chance;
+use crate::file::{Inode, Shared, SimFile};
+use crate::plan::Plan;
+
+/// A simulated disk's files; cloning it gives another handle on the same world.
+#[derive(Clone)]
+pub struct World {
+    shared: Arc<Shared>,
+    names: Arc<Mutex<BTreeMap<String, Arc<Inode>>>>,
+}
+
+impl World {
+    /// A world without files.
+    pub fn new(plan: Plan) -> World {
+        World { shared: Arc::new(Shared::new(plan)), names: Arc::default() }
+    }
+
+    /// Adds a file that durably holds `bytes`; it replaces one of the same name.
+    pub fn add(&self, name: &str, bytes: &[u8]) {
+        let mut names = self.names.lock().unwrap();
+        let number = names.len() as u64 + 1;
+        names.insert(name.to_owned(), Arc::new(Inode::new(number, self.shared.clone(), bytes)));
+    }
+
+    /// Its files, for whoever opens them.
+    pub fn files(&self) -> Arc<dyn Files> {
+        Arc::new(self.clone())
+    }
+
+    /// What kind of disk it is from now on. What is open keeps the facts that it was opened with.
+    pub fn set_plan(&self, plan: Plan) {
+        *self.shared.plan.lock().unwrap() = plan;
+    }
+
+    /// Whether anything may fail on it.
+    pub fn has_faults(&self) -> bool {
+        self.shared.plan.lock().unwrap().has_faults()
+    }
+
+    /// How many flushes have failed: from the first on, reads may give older bytes again.
+    pub fn failed_flushes(&self) -> u64 {
+        self.shared.failed_flushes.load(Relaxed)
+    }
+
+    /// How many file-system blocks of 4 KiB its files have.
+    pub fn used_blocks(&self) -> u64 {
+        self.shared.used_blocks.load(Relaxed)
+    }
+
+    /// All bytes of a file as a read would see them now, past every fault.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
+        let inode = self.names.lock().unwrap()[name].clone();
+        let mut bytes = vec![0; inode.end() as usize];
+        inode.read(0, &mut bytes);
+        bytes
+    }
+
+    /// The world after a power cut and a restart. This one is not changed: another cut of it may
+    /// end otherwise.
+    pub fn power_cut(&self, chance: &mut Chance) -> World {
+        let plan = self.shared.plan.lock().unwrap().clone();
+        let after = World::new(plan);
+        for (name, inode) in self.names.lock().unwrap().iter() {
+            let inode = Arc::new(inode.power_cut(after.shared.clone(), chance));
+            after.names.lock().unwrap().insert(name.clone(), inode);
+        }
+        after
+    }
+
+    async fn reach(&self, queue: &Queue) {
+        let plan = self.shared.plan.lock().unwrap().clone();
+        let latency = crate::executor::Driver::of(queue).chance(|chance| plan.latency(chance));
+        queue.sleep(latency).await;
+    }
+}
+
+/// A relative name beside a file is relative to that file's folder.
+fn resolve(name: &str, beside: Option<&str>) -> String {
+    match beside.and_then(|beside| beside.rsplit_once('/')) {
+        Some((folder, _)) if !name.starts_with('/') => format!("{folder}/{name}"),
+        _ => name.to_owned(),
+    }
+}
+
+impl Files for World {
+    fn open<'a>(
+        &'a self,
+        queue: &'a Queue,
+        name: &'a str,
+        beside: Option<&'a str>,
+        access: Access,
+    ) -> LocalBoxFuture<'a, Result<Arc<dyn Storage>>> {
+        Box::pin(async move {
+            self.reach(queue).await;
+            let name = resolve(name, beside);
+            let inode = self.names.lock().unwrap().get(&name).cloned().ok_or_else(|| {
+                Error::new(Kind::NotFound, "open", "there is no such file").file(&name)
+            })?;
+            let file = SimFile::open(&name, inode, access).ok_or_else(|| {
+                Error::new(Kind::Busy, "open", "somebody has it open").file(&name)
+            })?;
+            Ok(Arc::new(file) as Arc<dyn Storage>)
+        })
+    }
+
+    fn create<'a>(
+        &'a self,
+        queue: &'a Queue,
+        name: &'a str,
+    ) -> LocalBoxFuture<'a, Result<Arc<dyn Storage>>> {
+        Box::pin(async move {
+            self.reach(queue).await;
+            if !self.names.lock().unwrap().contains_key(name) {
+                self.add(name, &[]);
+            }
+            let inode = self.names.lock().unwrap()[name].clone();
+            let file = SimFile::open(name, inode.clone(), Access::Write).ok_or_else(|| {
+                Error::new(Kind::Busy, "create", "somebody has it open").file(name)
+            })?;
+            inode.empty();
+            Ok(Arc::new(file) as Arc<dyn Storage>)
+        })
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.names.lock().unwrap().keys()).finish()
+    }
+}

@@ -1,0 +1,253 @@
+//! Scripts with power cuts between them, played on a subject, and shrunk when they fail.
+//!
+//! A round opens the subject, reads the whole disk and judges it, runs its script, and either is cut
+//! after a number of steps (in recovery, in the midst of the script, in the closing: anywhere) or
+//! closes the subject in order. The power fails after every round all the same: what was closed in
+//! order must survive it. After the last round the disk is opened and judged once more.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::future::Future;
+use std::panic::{self, AssertUnwindSafe};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use stillpoint_io::{Background, Queue, Result, Segments};
+
+use crate::chance::{Chance, mix};
+use crate::executor::Executor;
+use crate::files::World;
+use crate::oracle::Oracle;
+use crate::plan::Plan;
+use crate::workload::{Script, Target, run};
+
+/// What is put through a history: how to make a disk, open, close and inspect it.
+pub trait Subject: Clone + 'static {
+    /// The disk when it is open.
+    type Target: Target;
+
+    /// Makes the disk's files, and the oracle that knows what they hold.
+    fn create(&self, world: &World) -> Oracle;
+
+    /// Opens the disk, recovering it if need be.
+    fn open(
+        &self,
+        queue: &Queue,
+        world: &World,
+        background: &Arc<dyn Background>,
+    ) -> impl Future<Output = Result<Arc<Self::Target>>>;
+
+    /// Closes it in order.
+    fn close(&self, target: Arc<Self::Target>, queue: &Queue) -> impl Future<Output = Result<()>>;
+
+    /// Looks at the closed disk's files; `clean` if it was closed in order.
+    ///
+    /// # Errors
+    /// Says what is wrong with them.
+    fn inspect(&self, world: &World, clean: bool) -> std::result::Result<(), String>;
+}
+
+/// One life of a disk, from its opening to a power cut.
+#[derive(Clone, Debug)]
+pub struct Round {
+    /// What the guest does.
+    pub script: Script,
+    /// After how many steps of the executor the power fails; `u64::MAX`: after the closing.
+    pub steps: u64,
+}
+
+/// The whole story of a disk.
+#[derive(Clone, Debug)]
+pub struct History {
+    /// Decides everything that is not written here.
+    pub seed: u64,
+    /// The disk beneath.
+    pub plan: Plan,
+    /// How many queues the guest uses.
+    pub queues: usize,
+    /// Its lives.
+    pub rounds: Vec<Round>,
+}
+
+/// What became of a history.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Played {
+    /// The hash of everything that happened.
+    pub hash: u64,
+    /// How many rounds were cut before they had ended.
+    pub cuts: usize,
+    /// How many steps the executors took.
+    pub steps: u64,
+}
+
+impl History {
+    /// Plays it from beginning to end.
+    ///
+    /// # Panics
+    /// When the subject breaks a promise.
+    pub fn play<S: Subject>(&self, subject: &S) -> Played {
+        let mut world = World::new(self.plan.clone());
+        let oracle = Rc::new(RefCell::new(subject.create(&world)));
+        let mut played = Played::default();
+        let mut chance = Chance::new(self.seed);
+        let last = Round { script: Script::default(), steps: u64::MAX };
+        for round in self.rounds.iter().chain([&last]) {
+            let executor = Executor::new(chance.draw());
+            let end = self.play_round(subject, &world, &oracle, &executor, round);
+            played.hash = mix(played.hash ^ executor.history());
+            played.steps += executor.steps();
+            played.cuts += usize::from(end.is_none());
+            drop(executor);
+            oracle.borrow_mut().power_cut();
+            world = world.power_cut(&mut chance);
+            if let Err(wrong) = subject.inspect(&world, end == Some(true)) {
+                panic!("the image after a power cut (seed {:#x}): {wrong}", self.seed);
+            }
+        }
+        played
+    }
+
+    /// Whether it was closed in order; `None` if the power failed before.
+    fn play_round<S: Subject>(
+        &self,
+        subject: &S,
+        world: &World,
+        oracle: &Rc<RefCell<Oracle>>,
+        executor: &Executor,
+        round: &Round,
+    ) -> Option<bool> {
+        let queues: Vec<Queue> =
+            (0..self.queues).map(|index| executor.queue(&format!("queue {index}"))).collect();
+        let background = executor.background();
+        let (subject, world, oracle) = (subject.clone(), world.clone(), oracle.clone());
+        let (plan, script) = (self.plan.clone(), round.script.clone());
+        executor.run_until(round.steps, async move {
+            let queue = &queues[0];
+            world.set_plan(plan.without_faults());
+            let target = subject
+                .open(queue, &world, &background)
+                .await
+                .unwrap_or_else(|error| panic!("the disk does not open again: {error:?}"));
+            judge_all(&*target, queue, &oracle).await;
+            world.set_plan(plan.clone());
+            run(&target, &queues, &world, &oracle, &script).await;
+            let started = oracle.borrow_mut().start_flush();
+            match subject.close(target, queue).await {
+                Ok(()) => oracle.borrow_mut().flushed(started),
+                Err(error) if plan.has_faults() => drop(error),
+                Err(error) => panic!("the disk does not close: {error:?}"),
+            }
+            world.failed_flushes() == 0
+        })
+    }
+
+    /// Plays it and returns what it panicked with, if it did, without printing it.
+    pub fn failure<S: Subject>(&self, subject: &S) -> Option<String> {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(|_| ()));
+        let result = panic::catch_unwind(AssertUnwindSafe(|| self.play(subject)));
+        panic::set_hook(hook);
+        let payload = result.err()?;
+        let text = payload.downcast_ref::<String>().cloned();
+        Some(
+            text.or_else(|| payload.downcast_ref::<&str>().map(|&text| text.to_owned()))
+                .unwrap_or_default(),
+        )
+    }
+}
+
+async fn judge_all<T: Target>(target: &T, queue: &Queue, oracle: &Rc<RefCell<Oracle>>) {
+    const CHUNK: u64 = 1 << 20;
+    let size = oracle.borrow().size();
+    let mut bytes = Vec::with_capacity(size as usize);
+    while (bytes.len() as u64) < size {
+        let offset = bytes.len() as u64;
+        let into = Segments::alloc(CHUNK.min(size - offset) as usize);
+        target
+            .read(queue, offset, into.clone())
+            .await
+            .unwrap_or_else(|error| panic!("a read after recovery: {error:?}"));
+        bytes.extend(into.to_vec());
+    }
+    if let Err(wrong) = oracle.borrow_mut().recovered(&bytes) {
+        panic!("R1: after a power cut, {wrong}");
+    }
+}
+
+/// Leaves out what a failing history does not need, trying at most `tries` times; returns a shorter
+/// one that still fails, and what it fails with. Other failures than the first are as welcome.
+pub fn shrink<S: Subject>(
+    subject: &S,
+    history: &History,
+    mut tries: usize,
+) -> Option<(History, String)> {
+    let mut best = history.clone();
+    let mut failure = best.failure(subject)?;
+    let mut attempt = |candidate: History, best: &mut History, failure: &mut String| {
+        if tries == 0 {
+            return false;
+        }
+        tries -= 1;
+        // Shorter scripts take fewer steps: the cut has to be looked for again.
+        let seeds = (0..4).map(|turn| History {
+            seed: candidate.seed.wrapping_add(turn * 0x1000),
+            ..candidate.clone()
+        });
+        for candidate in seeds {
+            if let Some(text) = candidate.failure(subject) {
+                (*best, *failure) = (candidate, text);
+                return true;
+            }
+        }
+        false
+    };
+    let mut size = best.len().next_power_of_two();
+    while size > 0 {
+        let mut start = 0;
+        while start < best.len() {
+            if !attempt(best.without(start..start + size), &mut best, &mut failure) {
+                start += size;
+            }
+        }
+        size /= 2;
+    }
+    Some((best, failure))
+}
+
+impl History {
+    /// How many steps its scripts have.
+    fn len(&self) -> usize {
+        self.rounds.iter().map(|round| round.script.len()).sum()
+    }
+
+    /// The same without some of its steps, counted over all rounds and tasks; a round that
+    /// becomes empty and was not cut is left out.
+    fn without(&self, gone: std::ops::Range<usize>) -> History {
+        let mut history = self.clone();
+        let mut index = 0;
+        for round in &mut history.rounds {
+            for steps in &mut round.script.tasks {
+                steps.retain(|_| {
+                    index += 1;
+                    !gone.contains(&(index - 1))
+                });
+            }
+        }
+        history.rounds.retain(|round| !round.script.is_empty() || round.steps != u64::MAX);
+        history
+    }
+}
+
+impl fmt::Display for History {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "seed {:#x}, {} queues, {:?}", self.seed, self.queues, self.plan)?;
+        for (index, round) in self.rounds.iter().enumerate() {
+            match round.steps {
+                u64::MAX => writeln!(f, "  round {index}, closed in order")?,
+                steps => writeln!(f, "  round {index}, cut at step {steps}")?,
+            }
+            write!(f, "{}", round.script)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,530 @@
+//! What the guest may read, by its own history alone.
+//!
+//! The disk's bytes are cut into cells at the borders of all requests so far. A cell holds the
+//! values that some request gave it, each with the time of its request:
+//!
+//! ```text
+//!   started ───────── ended         another started ── ended: the first is hidden from later reads,
+//!      └ a read may see it from here on                        and buried once a flush covers the other
+//! ```
+//!
+//! - **R1** A read may return, per guest sector, any value that was not hidden when the read began. A
+//!   value is hidden when a request that *started after it ended* has succeeded.
+//! - After a power cut, every value that is not buried may come back: the last flushed ones and
+//!   every later submitted one. A value is buried when a flush (or a durable write) has succeeded
+//!   that covers a request which started after the value's request had ended.
+//! - A failed request and a discard add their value and hide none.
+//! - After a host flush has failed, reads too may return whatever is not buried ([`Oracle::widen`]).
+//!
+//! Each 8 bytes written are a number from which the value and the offset can be told again, so that
+//! a wrong read names the request, or the other cluster, whose bytes it got.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::ops::Range;
+
+use crate::chance::{mix, unmix};
+
+/// What a request writes: a number that is never used twice. See [`bytes_of`].
+pub type Value = u32;
+
+/// The value of bytes that read as zeros.
+pub const ZEROS: Value = 0;
+
+/// The value of a backing file's own bytes.
+pub const BACKING: Value = u32::MAX;
+
+/// A guest's smallest unit, which no request leaves mixed, in bytes.
+const SECTOR: u64 = 512;
+const NEVER: u64 = u64::MAX;
+
+/// The bytes that `value` has at `offset`.
+pub fn bytes_of(value: Value, offset: u64, into: &mut [u8]) {
+    if value == ZEROS {
+        return into.fill(0);
+    }
+    let end = offset + into.len() as u64;
+    for word in offset / 8..end.div_ceil(8) {
+        let bytes = mix(u64::from(value) << 32 | word).to_le_bytes();
+        let (from, to) = (offset.max(word * 8), end.min(word * 8 + 8));
+        into[(from - offset) as usize..(to - offset) as usize]
+            .copy_from_slice(&bytes[(from - word * 8) as usize..(to - word * 8) as usize]);
+    }
+}
+
+/// The value and offset whose bytes these 8 are, if they are anybody's.
+fn recognise(bytes: [u8; 8]) -> (Value, u64) {
+    let number = unmix(u64::from_le_bytes(bytes));
+    ((number >> 32) as Value, (number & 0xffff_ffff) * 8)
+}
+
+/// A request under way: what to tell the oracle when it has ended.
+#[derive(Clone, Debug)]
+#[must_use = "tell the oracle how it ended"]
+pub struct Request {
+    range: Range<u64>,
+    value: Value,
+    started: u64,
+}
+
+impl Request {
+    /// What it writes.
+    pub fn value(&self) -> Value {
+        self.value
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Candidate {
+    value: Value,
+    started: u64,
+    /// [`NEVER`] while it is in flight.
+    ended: u64,
+    /// It succeeded, and is not one that hides nothing.
+    covers: bool,
+    /// When a later request that covers it ended.
+    hidden: u64,
+    buried: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Cell {
+    end: u64,
+    candidates: Vec<Candidate>,
+}
+
+/// The judge of everything that a guest reads; see the module's head.
+#[derive(Debug)]
+pub struct Oracle {
+    size: u64,
+    cells: BTreeMap<u64, Cell>,
+    now: u64,
+    last_value: Value,
+    widened: bool,
+    /// Reads under way: when each began. What they may still see is kept.
+    reads: Vec<u64>,
+}
+
+impl Oracle {
+    /// A disk of `size` bytes, of which the first `backed` are a backing file's and the rest zeros.
+    pub fn new(size: u64, backed: u64) -> Oracle {
+        let first = |value| Candidate {
+            value,
+            started: 0,
+            ended: 0,
+            covers: true,
+            hidden: NEVER,
+            buried: false,
+        };
+        let backed = backed.min(size);
+        let mut cells = BTreeMap::new();
+        if backed > 0 {
+            cells.insert(0, Cell { end: backed, candidates: vec![first(BACKING)] });
+        }
+        if backed < size {
+            cells.insert(backed, Cell { end: size, candidates: vec![first(ZEROS)] });
+        }
+        Oracle { size, cells, now: 0, last_value: ZEROS, widened: false, reads: Vec::new() }
+    }
+
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+
+    /// Makes `offset` a border of cells.
+    fn split(&mut self, offset: u64) {
+        if let Some((&start, cell)) = self.cells.range_mut(..offset).next_back()
+            && start < offset
+            && offset < cell.end
+        {
+            let right = Cell { end: cell.end, candidates: cell.candidates.clone() };
+            cell.end = offset;
+            self.cells.insert(offset, right);
+        }
+    }
+
+    fn cells_in(&mut self, range: &Range<u64>) -> impl Iterator<Item = &mut Cell> {
+        self.split(range.start);
+        self.split(range.end);
+        self.cells.range_mut(range.clone()).map(|(_, cell)| cell)
+    }
+
+    fn start(&mut self, range: Range<u64>, value: Value) -> Request {
+        assert!(range.start < range.end && range.end <= self.size, "{range:?} is not on the disk");
+        let started = self.tick();
+        let candidate =
+            Candidate { value, started, ended: NEVER, covers: false, hidden: NEVER, buried: false };
+        for cell in self.cells_in(&range) {
+            cell.candidates.push(candidate.clone());
+        }
+        Request { range, value, started }
+    }
+
+    /// A write begins; it is to write [`bytes_of`] the request's value.
+    pub fn start_write(&mut self, range: Range<u64>) -> Request {
+        self.last_value += 1;
+        self.start(range, self.last_value)
+    }
+
+    /// A write-zeroes begins, or a discard.
+    pub fn start_zeroes(&mut self, range: Range<u64>) -> Request {
+        self.start(range, ZEROS)
+    }
+
+    /// A write or write-zeroes has succeeded; `durable` if it promised to be.
+    pub fn written(&mut self, request: Request, durable: bool) {
+        let ended = self.tick();
+        for cell in self.cells_in(&request.range) {
+            for candidate in &mut cell.candidates {
+                if candidate.ended < request.started {
+                    candidate.hidden = candidate.hidden.min(ended);
+                    candidate.buried |= durable;
+                }
+                if candidate.started == request.started {
+                    candidate.ended = ended;
+                    candidate.covers = true;
+                }
+            }
+        }
+        self.prune(&request.range);
+    }
+
+    /// A request has failed, or was a discard: it has added a value, and hides none.
+    pub fn left_open(&mut self, request: Request) {
+        let ended = self.tick();
+        for cell in self.cells_in(&request.range) {
+            for candidate in &mut cell.candidates {
+                if candidate.started == request.started {
+                    candidate.ended = ended;
+                }
+            }
+        }
+    }
+
+    /// A flush begins: the instant to give to [`Oracle::flushed`].
+    pub fn start_flush(&mut self) -> u64 {
+        self.tick()
+    }
+
+    /// The flush that began at `started` has succeeded.
+    pub fn flushed(&mut self, started: u64) {
+        for cell in self.cells.values_mut() {
+            let covered = cell.candidates.iter().filter(|c| c.covers && c.ended < started);
+            let Some(last) = covered.map(|candidate| candidate.started).max() else { continue };
+            for candidate in &mut cell.candidates {
+                candidate.buried |= candidate.ended < last;
+            }
+        }
+        self.prune(&(0..self.size));
+    }
+
+    /// Forgets what neither a read under way nor a power cut can bring back.
+    fn prune(&mut self, range: &Range<u64>) {
+        let oldest = self.reads.iter().copied().min().unwrap_or(NEVER);
+        for (_, cell) in self.cells.range_mut(range.clone()) {
+            cell.candidates.retain(|candidate| !candidate.buried || candidate.hidden > oldest);
+        }
+    }
+
+    /// A host flush has failed: from now on reads may return whatever is not buried.
+    pub fn widen(&mut self) {
+        self.widened = true;
+    }
+
+    /// A read begins: the instant to give to [`Oracle::judge_read`] or [`Oracle::read_failed`].
+    pub fn start_read(&mut self) -> u64 {
+        let started = self.tick();
+        self.reads.push(started);
+        started
+    }
+
+    /// A read that began at `started` has failed and shows nothing.
+    pub fn read_failed(&mut self, started: u64) {
+        self.reads.retain(|&read| read != started);
+    }
+
+    /// The read that began at `started` has returned `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// Says which bytes are not allowed, what is, and whose bytes they are.
+    pub fn judge_read(&mut self, started: u64, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        self.read_failed(started);
+        let widened = self.widened;
+        self.judge(offset, bytes, |candidate| {
+            candidate.hidden > started || (widened && !candidate.buried)
+        })
+    }
+
+    fn judge(
+        &self,
+        offset: u64,
+        bytes: &[u8],
+        allowed: impl Fn(&Candidate) -> bool,
+    ) -> Result<(), String> {
+        for (range, cell) in self.pieces(offset..offset + bytes.len() as u64) {
+            let piece = &bytes[(range.start - offset) as usize..(range.end - offset) as usize];
+            let fits = |candidate: &&Candidate| holds(piece, candidate.value, range.start);
+            if !cell.candidates.iter().rev().filter(|c| allowed(c)).any(|c| fits(&c)) {
+                return Err(explain(&range, piece, cell, &allowed));
+            }
+        }
+        Ok(())
+    }
+
+    /// A range cut at the borders of cells and of guest sectors.
+    fn pieces(&self, range: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Cell)> {
+        let first = self.cells.range(..=range.start).next_back().map_or(0, |(&start, _)| start);
+        self.cells.range(first..range.end).flat_map(move |(&start, cell)| {
+            let (from, to) = (start.max(range.start), cell.end.min(range.end));
+            (from / SECTOR..to.div_ceil(SECTOR)).map(move |sector| {
+                (from.max(sector * SECTOR)..to.min(sector * SECTOR + SECTOR), cell)
+            })
+        })
+    }
+
+    /// The power has failed: whatever was under way may have happened or not.
+    pub fn power_cut(&mut self) {
+        let now = self.tick();
+        self.reads.clear();
+        self.widened = false;
+        for cell in self.cells.values_mut() {
+            cell.candidates.retain(|candidate| !candidate.buried);
+            for candidate in &mut cell.candidates {
+                candidate.ended = candidate.ended.min(now);
+                candidate.hidden = NEVER;
+            }
+        }
+    }
+
+    /// After a power cut and recovery, the whole disk reads as `bytes`: judges them, and takes what
+    /// was found as what is durable from now on.
+    ///
+    /// # Errors
+    /// As [`Oracle::judge_read`].
+    pub fn recovered(&mut self, bytes: &[u8]) -> Result<(), String> {
+        self.judge(0, bytes, |candidate| !candidate.buried)?;
+        let now = self.tick();
+        let mut found: Vec<(Range<u64>, Value)> = Vec::new();
+        for (range, cell) in self.pieces(0..self.size) {
+            let piece = &bytes[range.start as usize..range.end as usize];
+            let mut candidates = cell.candidates.iter().rev();
+            let value = candidates
+                .find(|c| !c.buried && holds(piece, c.value, range.start))
+                .expect("judged above")
+                .value;
+            match found.last_mut() {
+                Some((last, same)) if *same == value => last.end = range.end,
+                _ => found.push((range, value)),
+            }
+        }
+        let cell = |value| Candidate {
+            value,
+            started: now,
+            ended: now,
+            covers: true,
+            hidden: NEVER,
+            buried: false,
+        };
+        self.cells = found
+            .into_iter()
+            .map(|(range, value)| {
+                (range.start, Cell { end: range.end, candidates: vec![cell(value)] })
+            })
+            .collect();
+        Ok(())
+    }
+}
+
+/// Whether `piece`, at `offset`, is `value`'s bytes.
+fn holds(piece: &[u8], value: Value, offset: u64) -> bool {
+    let mut expected = [0; SECTOR as usize];
+    let expected = &mut expected[..piece.len()];
+    bytes_of(value, offset, expected);
+    piece == expected
+}
+
+fn name(value: Value) -> String {
+    match value {
+        ZEROS => "zeros".to_owned(),
+        BACKING => "the backing file's bytes".to_owned(),
+        _ => format!("write {value}"),
+    }
+}
+
+fn explain(
+    range: &Range<u64>,
+    piece: &[u8],
+    cell: &Cell,
+    allowed: &impl Fn(&Candidate) -> bool,
+) -> String {
+    let mut text = format!("bytes {:#x}..{:#x} read as ", range.start, range.end);
+    let whole_word = (range.start.next_multiple_of(8) - range.start) as usize;
+    let word = piece.get(whole_word..whole_word + 8).map(|word| word.try_into().expect("8 bytes"));
+    let _ = match word.map(|word: [u8; 8]| (word, recognise(word))) {
+        _ if piece.iter().all(|&byte| byte == 0) => write!(text, "zeros"),
+        Some((_, (value, offset))) if offset < 1 << 34 && (value < 1 << 24 || value == BACKING) => {
+            let start = range.start + whole_word as u64;
+            write!(text, "{}", name(value))
+                .and_then(|()| match offset == start {
+                    true => Ok(()),
+                    false => write!(text, " of another place, {offset:#x}"),
+                })
+                .and_then(|()| match holds(piece, value, range.start) {
+                    true => Ok(()),
+                    false => write!(text, ", mixed with others"),
+                })
+        }
+        Some((word, _)) => write!(text, "nobody's bytes ({word:02x?})"),
+        None => write!(text, "{piece:02x?}"),
+    };
+    let _ = write!(text, "; allowed:");
+    for candidate in cell.candidates.iter().filter(|candidate| allowed(candidate)) {
+        let _ = write!(text, " {} (started {}", name(candidate.value), candidate.started);
+        let _ = match candidate.ended {
+            NEVER => write!(text, ", in flight)"),
+            ended if candidate.covers => write!(text, ", done {ended})"),
+            ended => write!(text, ", left open {ended})"),
+        };
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DISK: u64 = 4096;
+
+    fn bytes(value: Value) -> Vec<u8> {
+        let mut bytes = vec![0; DISK as usize];
+        bytes_of(value, 0, &mut bytes);
+        bytes
+    }
+
+    fn reads_as(oracle: &mut Oracle, value: Value) -> bool {
+        let read = oracle.start_read();
+        oracle.judge_read(read, 0, &bytes(value)).is_ok()
+    }
+
+    fn write(oracle: &mut Oracle) -> Value {
+        let request = oracle.start_write(0..DISK);
+        let value = request.value();
+        oracle.written(request, false);
+        value
+    }
+
+    fn comes_back(oracle: &Oracle, value: Value) -> bool {
+        oracle.judge(0, &bytes(value), |candidate| !candidate.buried).is_ok()
+    }
+
+    #[test]
+    fn reads_see_the_last_completed_write_and_those_in_flight() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let first = write(&mut oracle);
+        let second = oracle.start_write(0..DISK);
+        assert!(reads_as(&mut oracle, first) && reads_as(&mut oracle, second.value()));
+        assert!(!reads_as(&mut oracle, ZEROS));
+        let value = second.value();
+        let early = oracle.start_read();
+        oracle.written(second, false);
+        assert!(!reads_as(&mut oracle, first) && reads_as(&mut oracle, value));
+        assert!(oracle.judge_read(early, 0, &bytes(first)).is_ok(), "it began before");
+    }
+
+    #[test]
+    fn a_flush_buries_what_its_writes_replaced_and_no_more() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let first = write(&mut oracle);
+        let flush = oracle.start_flush();
+        let second = write(&mut oracle);
+        assert!(comes_back(&oracle, ZEROS));
+        oracle.flushed(flush);
+        assert!(!comes_back(&oracle, ZEROS));
+        assert!(comes_back(&oracle, first) && comes_back(&oracle, second));
+    }
+
+    #[test]
+    fn a_durable_write_buries_at_once() {
+        let mut oracle = Oracle::new(DISK, DISK);
+        let request = oracle.start_write(0..DISK);
+        let value = request.value();
+        oracle.written(request, true);
+        assert!(!comes_back(&oracle, BACKING) && comes_back(&oracle, value));
+    }
+
+    #[test]
+    fn failed_requests_and_discards_add_and_never_remove() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let first = write(&mut oracle);
+        let flush = oracle.start_flush();
+        oracle.flushed(flush);
+        let failed = oracle.start_write(0..DISK);
+        let value = failed.value();
+        oracle.left_open(failed);
+        let discard = oracle.start_zeroes(0..DISK);
+        oracle.left_open(discard);
+        let flush = oracle.start_flush();
+        oracle.flushed(flush);
+        for possible in [first, value, ZEROS] {
+            assert!(reads_as(&mut oracle, possible) && comes_back(&oracle, possible));
+        }
+        let last = write(&mut oracle);
+        assert!(reads_as(&mut oracle, last) && !reads_as(&mut oracle, value));
+    }
+
+    #[test]
+    fn a_sector_is_one_value_and_sectors_may_differ() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let first = write(&mut oracle);
+        let second = oracle.start_write(0..DISK).value();
+        let mut mixed = bytes(first);
+        mixed[512..1024].copy_from_slice(&bytes(second)[512..1024]);
+        let read = oracle.start_read();
+        assert!(oracle.judge_read(read, 0, &mixed).is_ok());
+        mixed[600..700].copy_from_slice(&bytes(first)[600..700]);
+        let read = oracle.start_read();
+        let error = oracle.judge_read(read, 0, &mixed).unwrap_err();
+        assert!(error.contains("mixed with others"), "{error}");
+    }
+
+    #[test]
+    fn odd_borders_are_judged_byte_by_byte() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let request = oracle.start_write(3..17);
+        let mut disk = bytes(ZEROS);
+        bytes_of(request.value(), 3, &mut disk[3..17]);
+        oracle.written(request, false);
+        let read = oracle.start_read();
+        assert!(oracle.judge_read(read, 0, &disk).is_ok());
+        disk[17] = 1;
+        let read = oracle.start_read();
+        assert!(oracle.judge_read(read, 0, &disk).is_err());
+    }
+
+    #[test]
+    fn bytes_of_another_place_are_named() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let value = write(&mut oracle);
+        let mut disk = bytes(value);
+        disk.copy_within(0..512, 1024);
+        let read = oracle.start_read();
+        let error = oracle.judge_read(read, 0, &disk).unwrap_err();
+        assert!(error.contains("write 1 of another place, 0x0"), "{error}");
+    }
+
+    #[test]
+    fn what_recovery_found_is_durable() {
+        let mut oracle = Oracle::new(DISK, 0);
+        let first = write(&mut oracle);
+        let _ = oracle.start_write(0..DISK);
+        oracle.power_cut();
+        oracle.recovered(&bytes(first)).unwrap();
+        assert!(comes_back(&oracle, first) && !comes_back(&oracle, ZEROS));
+    }
+}

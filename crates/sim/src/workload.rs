@@ -1,0 +1,307 @@
+//! Random operations by several tasks on several queues, run and judged.
+//!
+//! A [`Script`] is made before it runs, from a seed, and does not depend on what happens meanwhile;
+//! so a failure can be shrunk by leaving steps out, and read by a person. Each task runs its steps
+//! one after another; tasks meet each other on a few hot ranges, since that is where disks break.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::future::Future;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use stillpoint_io::{Durability, Kind, Queue, Result, Segments, Value, completion};
+
+use crate::chance::Chance;
+use crate::executor::Driver;
+use crate::files::World;
+use crate::oracle::{self, Oracle};
+use crate::trace::Event;
+
+/// A disk under test: what a guest can ask of it.
+pub trait Target: 'static {
+    /// Reads.
+    fn read(&self, queue: &Queue, offset: u64, into: Segments) -> impl Future<Output = Result<()>>;
+    /// Writes.
+    fn write(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        from: Segments,
+        durability: Durability,
+    ) -> impl Future<Output = Result<()>>;
+    /// Makes a range read as zeros; its space may be given back if `unmap`.
+    fn write_zeroes(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+        durability: Durability,
+    ) -> impl Future<Output = Result<()>>;
+    /// Gives a range up.
+    fn discard(&self, queue: &Queue, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
+    /// Makes durable whatever was answered before.
+    fn flush(&self, queue: &Queue) -> impl Future<Output = Result<()>>;
+}
+
+/// One request of a guest; offsets and lengths in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Read.
+    Read(Range<u64>),
+    /// Write, durably or not.
+    Write(Range<u64>, bool),
+    /// Write zeroes: with space given back or not, durably or not.
+    Zeroes(Range<u64>, bool, bool),
+    /// Discard.
+    Discard(Range<u64>),
+    /// Flush.
+    Flush,
+    /// Wait for so many microseconds.
+    Pause(u64),
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fua = |durable: &bool| if *durable { " fua" } else { "" };
+        match self {
+            Step::Read(range) => write!(f, "read {range:#x?}"),
+            Step::Write(range, durable) => write!(f, "write {range:#x?}{}", fua(durable)),
+            Step::Zeroes(range, unmap, durable) => {
+                let unmap = if *unmap { " unmap" } else { "" };
+                write!(f, "zeroes {range:#x?}{unmap}{}", fua(durable))
+            }
+            Step::Discard(range) => write!(f, "discard {range:#x?}"),
+            Step::Flush => f.write_str("flush"),
+            Step::Pause(us) => write!(f, "pause {us} us"),
+        }
+    }
+}
+
+/// What random scripts look like.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// The disk's size in bytes.
+    pub size: u64,
+    /// The disk's own unit in bytes: where requests like to begin and end.
+    pub cluster: u64,
+    /// The longest request in bytes.
+    pub request_max: u64,
+    /// How many tasks there are.
+    pub tasks: usize,
+    /// How many steps each takes.
+    pub steps: usize,
+    /// Every offset and length is a multiple of this, in bytes.
+    pub align: u64,
+}
+
+/// What each task does, step by step.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    /// The tasks' steps.
+    pub tasks: Vec<Vec<Step>>,
+}
+
+impl Script {
+    /// A random script.
+    pub fn random(chance: &mut Chance, shape: &Shape) -> Script {
+        let hot: Vec<u64> = (0..chance.between(1, 4)).map(|_| chance.below(shape.size)).collect();
+        let tasks = (0..shape.tasks)
+            .map(|_| (0..shape.steps).map(|_| random_step(chance, shape, &hot)).collect())
+            .collect();
+        Script { tasks }
+    }
+
+    /// How many steps it has.
+    pub fn len(&self) -> usize {
+        self.tasks.iter().map(Vec::len).sum()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl fmt::Display for Script {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (task, steps) in self.tasks.iter().enumerate().filter(|(_, steps)| !steps.is_empty()) {
+            let steps: Vec<String> = steps.iter().map(Step::to_string).collect();
+            writeln!(f, "    task {task}: {}", steps.join("; "))?;
+        }
+        Ok(())
+    }
+}
+
+fn random_range(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Range<u64> {
+    let sector = 512.max(shape.align);
+    let base = match chance.below(8) {
+        0 => chance.below(shape.size),
+        _ => {
+            let near = chance.pick(hot) / shape.cluster * shape.cluster;
+            near + chance.below(3 * shape.cluster)
+        }
+    };
+    let unit = chance.pick(&[shape.align, sector, sector, 4096, shape.cluster]).max(shape.align);
+    let start = (base % shape.size) / unit * unit;
+    let length = match chance.below(4) {
+        0 => unit,
+        1 => shape.cluster,
+        _ => chance.magnitude(shape.request_max.min(3 * shape.cluster)).next_multiple_of(unit),
+    };
+    let end = (start + length.min(shape.request_max)).min(shape.size);
+    start..end / shape.align * shape.align
+}
+
+fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Step {
+    let range = random_range(chance, shape, hot);
+    let durable = chance.one_in(6);
+    match chance.below(100) {
+        _ if range.is_empty() => Step::Flush,
+        0..30 => Step::Read(range),
+        30..68 => Step::Write(range, durable),
+        68..76 => Step::Zeroes(range, chance.one_in(2), durable),
+        76..84 => Step::Discard(range),
+        84..96 => Step::Flush,
+        _ => Step::Pause(chance.magnitude(20_000)),
+    }
+}
+
+/// What the tasks of one run share.
+struct Run<T> {
+    target: Arc<T>,
+    oracle: Rc<RefCell<Oracle>>,
+    world: World,
+    failed: Cell<u64>,
+}
+
+/// Runs a script to its end, judging every read.
+///
+/// # Panics
+/// When a read is wrong, and when a request fails on a disk where nothing fails.
+pub async fn run<T: Target>(
+    target: &Arc<T>,
+    queues: &[Queue],
+    world: &World,
+    oracle: &Rc<RefCell<Oracle>>,
+    script: &Script,
+) {
+    let run = Rc::new(Run {
+        target: target.clone(),
+        oracle: oracle.clone(),
+        world: world.clone(),
+        failed: Cell::new(0),
+    });
+    let mut ends = Vec::new();
+    for (index, steps) in script.tasks.iter().cloned().enumerate() {
+        let (promise, end) = completion();
+        ends.push(end);
+        let (run, queue) = (run.clone(), queues[index % queues.len()].clone());
+        queue.clone().spawn(async move {
+            for (number, step) in steps.iter().enumerate() {
+                run.step(&queue, (index, number), step).await;
+            }
+            promise.fulfil(Ok(Value::Unit));
+        });
+    }
+    for end in ends {
+        end.await.expect("tasks end in order");
+    }
+}
+
+impl<T: Target> Run<T> {
+    async fn step(&self, queue: &Queue, place: (usize, usize), step: &Step) {
+        let (task, number) = place;
+        Driver::of(queue).record(Event::Note(format!("task {task} step {number}: {step}")));
+        let oracle = || self.oracle.borrow_mut();
+        let durability = |durable: bool| match durable {
+            true => Durability::Durable,
+            false => Durability::Volatile,
+        };
+        let outcome = match step.clone() {
+            Step::Read(range) => self.read(queue, range).await,
+            Step::Write(range, durable) => {
+                let request = oracle().start_write(range.clone());
+                let mut bytes = vec![0; (range.end - range.start) as usize];
+                oracle::bytes_of(request.value(), range.start, &mut bytes);
+                let from = in_pieces(queue, bytes.len());
+                from.copy_from(&bytes);
+                let write = self.target.write(queue, range.start, from, durability(durable));
+                self.finish(request, durable, write.await)
+            }
+            Step::Zeroes(range, unmap, durable) => {
+                let request = oracle().start_zeroes(range.clone());
+                let length = range.end - range.start;
+                let durability = durability(durable);
+                let zero = self.target.write_zeroes(queue, range.start, length, unmap, durability);
+                self.finish(request, durable, zero.await)
+            }
+            Step::Discard(range) => {
+                let request = oracle().start_zeroes(range.clone());
+                let length = range.end - range.start;
+                let result = self.target.discard(queue, range.start, length).await;
+                oracle().left_open(request);
+                result
+            }
+            Step::Flush => {
+                let started = oracle().start_flush();
+                let result = self.target.flush(queue).await;
+                if result.is_ok() {
+                    oracle().flushed(started);
+                }
+                result
+            }
+            Step::Pause(us) => {
+                queue.sleep(Duration::from_micros(us)).await;
+                Ok(())
+            }
+        };
+        if let Err(error) = outcome {
+            self.failed.set(self.failed.get() + 1);
+            Driver::of(queue).record(Event::Note(format!("task {task} step {number}: {error}")));
+            let expected = matches!(error.kind(), Kind::Io | Kind::NoSpace | Kind::Latched);
+            assert!(
+                expected && self.world.has_faults(),
+                "task {task} step {number}: {step}: {error:?}, though nothing has failed beneath"
+            );
+        }
+    }
+
+    fn finish(&self, request: oracle::Request, durable: bool, result: Result<()>) -> Result<()> {
+        match &result {
+            Ok(()) => self.oracle.borrow_mut().written(request, durable),
+            Err(_) => self.oracle.borrow_mut().left_open(request),
+        }
+        result
+    }
+
+    async fn read(&self, queue: &Queue, range: Range<u64>) -> Result<()> {
+        let into = in_pieces(queue, (range.end - range.start) as usize);
+        let started = self.oracle.borrow_mut().start_read();
+        let result = self.target.read(queue, range.start, into.clone()).await;
+        let mut oracle = self.oracle.borrow_mut();
+        if self.world.failed_flushes() > 0 {
+            oracle.widen();
+        }
+        if result.is_err() {
+            oracle.read_failed(started);
+        } else if let Err(wrong) = oracle.judge_read(started, range.start, &into.to_vec()) {
+            panic!("R1: a read of {range:#x?}: {wrong}");
+        }
+        result
+    }
+}
+
+/// Memory of so many bytes, in one piece or in two.
+fn in_pieces(queue: &Queue, length: usize) -> Segments {
+    let first = Driver::of(queue).chance(|chance| match chance.below(4) {
+        0 => chance.below(length as u64) as usize,
+        _ => 0,
+    });
+    let mut segments = Segments::alloc(first);
+    segments.append(Segments::alloc(length - first));
+    segments
+}
