@@ -291,7 +291,10 @@ impl Drop for Executor {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // A second panic in somebody's drop would hide the first: what is left is leaked.
-            eprintln!("seed {:#x}, step {}\n{}", self.core.seed, self.steps(), self.last_events());
+            if !crate::history::is_silent() {
+                let (seed, step) = (self.core.seed, self.steps());
+                eprintln!("executor's seed {seed:#x}, step {step}\n{}", self.last_events());
+            }
             std::mem::forget(std::mem::take(&mut *self.core.tasks.borrow_mut()));
             std::mem::forget(std::mem::take(&mut *self.core.events.borrow_mut()));
         }

@@ -607,6 +607,25 @@ impl Storage for SimFile {
         });
         ended
     }
+
+    fn buffered(&self) -> Option<Arc<dyn Storage>> {
+        if self.facts.request_align == 1 {
+            return None;
+        }
+        let mut state = self.inode.lock();
+        match self.access {
+            Access::Write => state.writers += 1,
+            Access::Read => state.readers += 1,
+            Access::ReadUnlocked => {}
+        }
+        drop(state);
+        Some(Arc::new(SimFile {
+            name: self.name.clone(),
+            facts: Facts { request_align: 1, memory_align: 1, ..self.facts },
+            access: self.access,
+            inode: self.inode.clone(),
+        }))
+    }
 }
 
 impl Drop for SimFile {

@@ -5,12 +5,12 @@
 //! closes the subject in order. The power fails after every round all the same: what was closed in
 //! order must survive it. After the last round the disk is opened and judged once more.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
 use std::panic::{self, AssertUnwindSafe};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use stillpoint_io::{Background, Queue, Result, Segments};
 
@@ -143,10 +143,9 @@ impl History {
 
     /// Plays it and returns what it panicked with, if it did, without printing it.
     pub fn failure<S: Subject>(&self, subject: &S) -> Option<String> {
-        let hook = panic::take_hook();
-        panic::set_hook(Box::new(|_| ()));
+        silence_this_thread(true);
         let result = panic::catch_unwind(AssertUnwindSafe(|| self.play(subject)));
-        panic::set_hook(hook);
+        silence_this_thread(false);
         let payload = result.err()?;
         let text = payload.downcast_ref::<String>().cloned();
         Some(
@@ -154,6 +153,28 @@ impl History {
                 .unwrap_or_default(),
         )
     }
+}
+
+thread_local! {
+    static SILENT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether panics on this thread are expected, and not to be printed.
+pub(crate) fn is_silent() -> bool {
+    SILENT.get()
+}
+
+fn silence_this_thread(silent: bool) {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let print = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            if !is_silent() {
+                print(panic);
+            }
+        }));
+    });
+    SILENT.set(silent);
 }
 
 async fn judge_all<T: Target>(target: &T, queue: &Queue, oracle: &Rc<RefCell<Oracle>>) {
