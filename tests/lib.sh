@@ -90,19 +90,7 @@ within() {
 # --- the server --------------------------------------------------------------------------------
 
 : "${AIO:=io_uring}" "${FORMAT:=qcow2}"
-
-# server_command IMAGE SOCKET [OPTION...]: the one place that knows how a server is called.
-server_command() {
-    local image=$1 sock=$2
-    shift 2
-    if [ "$STANDIN" = qemu ]; then
-        command=(qemu-nbd --persistent --shared=16 --socket="$sock" --format="$FORMAT" --aio="$AIO"
-            --cache=none --discard=unmap "$@" "$image")
-    else
-        command=("$STILLPOINT" serve "$image" --nbd "unix:$sock" -f "$FORMAT" --aio "$AIO"
-            --cache none "$@")
-    fi
-}
+export AIO FORMAT
 
 answers() { nbdinfo --size "nbd+unix:///?socket=$1"; }
 ended() { ! kill -0 "$1" 2>/dev/null; }
@@ -110,14 +98,13 @@ ended() { ! kill -0 "$1" 2>/dev/null; }
 # serve IMAGE SOCKET [OPTION...]: starts a server, waits until it answers, sets `server` (its process).
 serve() {
     local sock=$2 deadline=$((SECONDS + 20))
-    server_command "$@"
-    "${command[@]}" &
+    "$ROOT/tests/server" "$@" &
     server=$!
     # shellcheck disable=SC2154  # assigned where it is expanded
     defer "kill -KILL $server 2>/dev/null; wait $server 2>/dev/null"
     until answers "$sock" >/dev/null 2>&1; do
-        kill -0 $server 2>/dev/null || fail "the server ended at once: ${command[*]}" || return 1
-        [ $SECONDS -lt $deadline ] || fail "the server does not answer: ${command[*]}" || return 1
+        kill -0 $server 2>/dev/null || fail "the server ended at once: serve $*" || return 1
+        [ $SECONDS -lt $deadline ] || fail "the server does not answer: serve $*" || return 1
         sleep 0.05
     done
 }
@@ -134,6 +121,9 @@ kill_server() {
     kill -KILL "$server"
     wait "$server" || true
 }
+
+# nbdsh starts the first python3 in PATH, which must be the one that has its module.
+nbdsh() { PATH=$(dirname "$PYTHON"):$PATH command nbdsh "$@"; }
 
 uri() { echo "nbd+unix:///?socket=$1"; }
 
