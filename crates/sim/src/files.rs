@@ -65,9 +65,25 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn bytes(&self, name: &str) -> Vec<u8> {
+        self.read(name, 0, self.length(name))
+    }
+
+    /// A file's length in bytes.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn length(&self, name: &str) -> u64 {
+        self.names.lock().unwrap()[name].end()
+    }
+
+    /// Bytes of a file as a read would see them now, past every fault; zeros beyond its end.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn read(&self, name: &str, offset: u64, length: u64) -> Vec<u8> {
         let inode = self.names.lock().unwrap()[name].clone();
-        let mut bytes = vec![0; inode.end() as usize];
-        inode.read(0, &mut bytes);
+        let mut bytes = vec![0; length as usize];
+        inode.read(offset, &mut bytes);
         bytes
     }
 

@@ -141,17 +141,18 @@ impl History {
         })
     }
 
-    /// Plays it and returns what it panicked with, if it did, without printing it.
-    pub fn failure<S: Subject>(&self, subject: &S) -> Option<String> {
+    /// Plays it without printing anything.
+    ///
+    /// # Errors
+    /// What it panicked with.
+    pub fn try_play<S: Subject>(&self, subject: &S) -> std::result::Result<Played, String> {
         silence_this_thread(true);
         let result = panic::catch_unwind(AssertUnwindSafe(|| self.play(subject)));
         silence_this_thread(false);
-        let payload = result.err()?;
-        let text = payload.downcast_ref::<String>().cloned();
-        Some(
-            text.or_else(|| payload.downcast_ref::<&str>().map(|&text| text.to_owned()))
-                .unwrap_or_default(),
-        )
+        result.map_err(|payload| {
+            let text = payload.downcast_ref::<&str>().map(|&text| text.to_owned());
+            payload.downcast_ref::<String>().cloned().or(text).unwrap_or_default()
+        })
     }
 }
 
@@ -203,7 +204,7 @@ pub fn shrink<S: Subject>(
     mut tries: usize,
 ) -> Option<(History, String)> {
     let mut best = history.clone();
-    let mut failure = best.failure(subject)?;
+    let mut failure = best.try_play(subject).err()?;
     let mut attempt = |candidate: History, best: &mut History, failure: &mut String| {
         if tries == 0 {
             return false;
@@ -215,7 +216,7 @@ pub fn shrink<S: Subject>(
             ..candidate.clone()
         });
         for candidate in seeds {
-            if let Some(text) = candidate.failure(subject) {
+            if let Err(text) = candidate.try_play(subject) {
                 (*best, *failure) = (candidate, text);
                 return true;
             }

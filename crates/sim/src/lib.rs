@@ -16,21 +16,26 @@
 //! | [`oracle`] | [`Oracle`]: per guest byte, the values that the guest's own history allows |
 //! | [`workload`] | [`Script`]: random operations by several tasks, run and judged |
 //! | [`history`] | [`History`]: scripts with power cuts between them, played on a [`Subject`] |
+//! | [`image`] | qcow2 images without the engine: made, and inspected |
+//! | [`disk`] | [`DiskSubject`]: the engine's disk, put through histories |
 //!
 //! Deliberately absent: real time, real files, threads; anything that a shipped program links.
 
 pub mod chance;
 pub mod device;
+pub mod disk;
 pub mod executor;
 pub mod file;
 pub mod files;
 pub mod history;
+pub mod image;
 pub mod oracle;
 pub mod plan;
 pub mod trace;
 pub mod workload;
 
 pub use chance::Chance;
+pub use disk::DiskSubject;
 pub use executor::Executor;
 pub use file::SimFile;
 pub use files::World;

@@ -43,6 +43,13 @@ pub trait Target: 'static {
     ) -> impl Future<Output = Result<()>>;
     /// Gives a range up.
     fn discard(&self, queue: &Queue, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
+    /// The length of the run at `offset`, up to `length`, and whether it is known to read as zeros.
+    fn status(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        length: u64,
+    ) -> impl Future<Output = Result<(u64, bool)>>;
     /// Makes durable whatever was answered before.
     fn flush(&self, queue: &Queue) -> impl Future<Output = Result<()>>;
 }
@@ -58,6 +65,8 @@ pub enum Step {
     Zeroes(Range<u64>, bool, bool),
     /// Discard.
     Discard(Range<u64>),
+    /// Ask what is there.
+    Status(Range<u64>),
     /// Flush.
     Flush,
     /// Wait for so many microseconds.
@@ -75,6 +84,7 @@ impl fmt::Display for Step {
                 write!(f, "zeroes {range:#x?}{unmap}{}", fua(durable))
             }
             Step::Discard(range) => write!(f, "discard {range:#x?}"),
+            Step::Status(range) => write!(f, "status {range:#x?}"),
             Step::Flush => f.write_str("flush"),
             Step::Pause(us) => write!(f, "pause {us} us"),
         }
@@ -161,7 +171,8 @@ fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Step {
     let durable = chance.one_in(6);
     match chance.below(100) {
         _ if range.is_empty() => Step::Flush,
-        0..30 => Step::Read(range),
+        0..26 => Step::Read(range),
+        26..30 => Step::Status(range),
         30..68 => Step::Write(range, durable),
         68..76 => Step::Zeroes(range, chance.one_in(2), durable),
         76..84 => Step::Discard(range),
@@ -246,6 +257,7 @@ impl<T: Target> Run<T> {
                 oracle().left_open(request);
                 result
             }
+            Step::Status(range) => self.status(queue, range).await,
             Step::Flush => {
                 let started = oracle().start_flush();
                 let result = self.target.flush(queue).await;
@@ -276,6 +288,29 @@ impl<T: Target> Run<T> {
             Err(_) => self.oracle.borrow_mut().left_open(request),
         }
         result
+    }
+
+    /// What is said to be zeros is judged like a read of zeros.
+    async fn status(&self, queue: &Queue, range: Range<u64>) -> Result<()> {
+        let mut offset = range.start;
+        while offset < range.end {
+            let started = self.oracle.borrow_mut().start_read();
+            let result = self.target.status(queue, offset, range.end - offset).await;
+            let mut oracle = self.oracle.borrow_mut();
+            if self.world.failed_flushes() > 0 {
+                oracle.widen();
+            }
+            let (length, zero) = result.inspect_err(|_| oracle.read_failed(started))?;
+            assert!(length > 0 && length <= range.end - offset, "a run of {length:#x} bytes");
+            if !zero {
+                oracle.read_failed(started);
+            } else if let Err(wrong) = oracle.judge_read(started, offset, &vec![0; length as usize])
+            {
+                panic!("R1: the status of {range:#x?} says zeros: {wrong}");
+            }
+            offset += length;
+        }
+        Ok(())
     }
 
     async fn read(&self, queue: &Queue, range: Range<u64>) -> Result<()> {

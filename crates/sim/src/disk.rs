@@ -1,0 +1,203 @@
+//! The engine's disk as a subject: images of every kind, on simulated files.
+
+use std::sync::Arc;
+
+use stillpoint_engine::{AllocPolicy, DiscardPolicy, Disk, ImageFormat, Options, Zeroing};
+use stillpoint_io::{Background, Durability, Queue, Result, Segments};
+
+use crate::chance::Chance;
+use crate::files::World;
+use crate::history::{History, Round, Subject};
+use crate::image::{self, Spec};
+use crate::oracle::{self, Oracle};
+use crate::plan::Plan;
+use crate::workload::{Script, Shape, Target};
+
+const IMAGE: &str = "vm/disk";
+const BACKING: &str = "base.raw";
+const BACKING_PATH: &str = "vm/base.raw";
+
+impl Target for Disk {
+    async fn read(&self, queue: &Queue, offset: u64, into: Segments) -> Result<()> {
+        Disk::read(self, queue, offset, into).await
+    }
+
+    async fn write(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        from: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        Disk::write(self, queue, offset, from, durability).await
+    }
+
+    async fn write_zeroes(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+        durability: Durability,
+    ) -> Result<()> {
+        let zeroing = Zeroing { unmap, fast_only: false };
+        Disk::write_zeroes(self, queue, offset, length, zeroing, durability).await
+    }
+
+    async fn discard(&self, queue: &Queue, offset: u64, length: u64) -> Result<()> {
+        Disk::discard(self, queue, offset, length).await
+    }
+
+    async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<(u64, bool)> {
+        let status = Disk::status(self, queue, offset, length).await?;
+        Ok((status.length, status.zero))
+    }
+
+    async fn flush(&self, queue: &Queue) -> Result<()> {
+        Disk::flush(self, queue).await
+    }
+}
+
+/// An image and how it is opened.
+#[derive(Clone, Debug)]
+pub struct DiskSubject {
+    /// The image; `None`: raw.
+    pub qcow2: Option<Spec>,
+    /// The disk's size in bytes.
+    pub size: u64,
+    /// The length of its backing file in bytes.
+    pub backed: Option<u64>,
+    /// How it is opened.
+    pub options: Options,
+}
+
+impl DiskSubject {
+    /// An image of any kind.
+    pub fn random(chance: &mut Chance) -> DiskSubject {
+        let raw = chance.one_in(12);
+        let extended_l2 = chance.one_in(3);
+        let smallest = if extended_l2 { 14 } else { 9 };
+        // Large clusters cost time and find little more.
+        let cluster_bits = match chance.below(20) {
+            0 => 21,
+            1..4 => 16,
+            _ => chance.between(smallest, 16),
+        } as u32;
+        let version = if extended_l2 || !chance.one_in(8) { 3 } else { 2 };
+        let cluster = 1 << cluster_bits;
+        let clusters = chance.between(8, 40).min((16 << 20) / cluster).max(3);
+        let size = clusters * cluster - chance.pick(&[0, 0, 512]).min(cluster / 2) / 512 * 512;
+        let backed = (!raw && chance.one_in(2))
+            .then(|| chance.pick(&[size, size, size / 2 / 512 * 512, size + 65536]));
+        let qcow2 = (!raw).then(|| Spec {
+            version,
+            cluster_bits,
+            extended_l2,
+            refcount_order: if version == 2 { 4 } else { chance.pick(&[4, 4, 4, 0, 3, 6]) as u32 },
+            size,
+            backing: backed.map(|_| BACKING.to_owned()),
+        });
+        let options = Options {
+            format: Some(if raw { ImageFormat::Raw } else { ImageFormat::Qcow2 }),
+            alloc: chance.pick(&[
+                AllocPolicy::Implicit,
+                AllocPolicy::Implicit,
+                AllocPolicy::ZeroRange,
+                AllocPolicy::WriteZeroes,
+            ]),
+            discard: chance.pick(&[
+                DiscardPolicy::Unmap,
+                DiscardPolicy::Unmap,
+                DiscardPolicy::Unmap,
+                DiscardPolicy::Ignore,
+            ]),
+            ..Options::default()
+        };
+        DiskSubject { qcow2, size, backed, options }
+    }
+
+    /// The disk's own unit in bytes.
+    pub fn cluster(&self) -> u64 {
+        self.qcow2.as_ref().map_or(4096, |spec| 1 << spec.cluster_bits)
+    }
+
+    /// A random history of this disk.
+    pub fn history(&self, seed: u64, chance: &mut Chance, faults: bool) -> History {
+        let mut plan = Plan::random(chance);
+        if faults {
+            plan = plan.with_random_faults(chance);
+        }
+        let shape = Shape {
+            size: self.size,
+            cluster: self.cluster(),
+            request_max: (3 * self.cluster()).min(1 << 20),
+            tasks: chance.between(1, 5) as usize,
+            steps: chance.magnitude(30) as usize,
+            align: chance.pick(&[1, 512, 512, 4096]).min(self.cluster()),
+        };
+        let rounds = (0..chance.between(1, 3))
+            .map(|_| {
+                let script = Script::random(chance, &shape);
+                let steps = match chance.below(6) {
+                    0 => u64::MAX,
+                    1 => chance.magnitude(2000),
+                    _ => 100 + chance.below(script.len() as u64 * 60),
+                };
+                Round { script, steps }
+            })
+            .collect();
+        History { seed, plan, queues: chance.between(1, 3) as usize, rounds }
+    }
+}
+
+/// A disk and its history from nothing but a seed.
+pub fn from_seed(seed: u64, faults: bool) -> (DiskSubject, History) {
+    let mut chance = Chance::new(seed);
+    let subject = DiskSubject::random(&mut chance);
+    let history = subject.history(seed, &mut chance, faults);
+    (subject, history)
+}
+
+impl Subject for DiskSubject {
+    type Target = Disk;
+
+    fn create(&self, world: &World) -> Oracle {
+        match &self.qcow2 {
+            Some(spec) => world.add(IMAGE, &spec.encode()),
+            None => world.add(IMAGE, &vec![0; self.size as usize]),
+        }
+        if let Some(length) = self.backed {
+            let mut bytes = vec![0; length as usize];
+            oracle::bytes_of(oracle::BACKING, 0, &mut bytes);
+            world.add(BACKING_PATH, &bytes);
+        }
+        Oracle::new(self.size, self.backed.unwrap_or(0))
+    }
+
+    async fn open(
+        &self,
+        queue: &Queue,
+        world: &World,
+        background: &Arc<dyn Background>,
+    ) -> Result<Arc<Disk>> {
+        Disk::open(queue, &world.files(), background, IMAGE, self.options.clone()).await
+    }
+
+    async fn close(&self, target: Arc<Disk>, queue: &Queue) -> Result<()> {
+        target.close(queue).await
+    }
+
+    fn inspect(&self, world: &World, clean: bool) -> std::result::Result<(), String> {
+        if self.qcow2.is_none() {
+            return match world.length(IMAGE) {
+                length if length == self.size => Ok(()),
+                length => Err(format!("a raw disk of {:#x} bytes became {length:#x}", self.size)),
+            };
+        }
+        let inspection = image::inspect(world, IMAGE)?;
+        if clean && inspection.leaks > 0 {
+            return Err(format!("closed in order, it leaks {} clusters", inspection.leaks));
+        }
+        Ok(())
+    }
+}
