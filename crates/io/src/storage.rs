@@ -159,6 +159,14 @@ pub trait Storage: Send + Sync + fmt::Debug {
 
     /// What the run of bytes at `offset` is, up to `length` bytes; completes with [`Value::Extent`].
     fn status(&self, queue: &Queue, offset: u64, length: u64) -> Completion;
+
+    /// The same open file, locks and all, through the host's page cache, with a
+    /// [`Facts::request_align`] of 1: for images whose clusters are smaller than direct I/O allows.
+    /// Call it before the file is shared; from then on use only what it returns. `None`: there is no
+    /// such way, or none is needed.
+    fn buffered(&self) -> Option<Arc<dyn Storage>> {
+        None
+    }
 }
 
 /// What a file is opened for.
