@@ -1,10 +1,29 @@
-//! The disk that a guest sees.
+//! The disk that a guest sees, and the one edge where its requests are checked.
+//!
+//! Every request goes the same way: it is checked against the disk's bounds, brought to the unit of
+//! direct I/O (R9), registered with the tracker, and only then meets the image. Reads of any
+//! alignment read whole blocks and hand out a part. Writes that are not whole blocks hold their
+//! stripes exclusively, read the blocks at their edges and write whole ones.
+//!
+//! A request's future must be polled to its end; dropping one in the middle loses no memory and no
+//! data of others, but what it had reserved stays out of use until the disk is opened again.
 
-use std::sync::Arc;
+use std::ops::Range;
 
-use stillpoint_io::{Background, Durability, Files, Queue, Result, Segments};
+use stillpoint_io::{Access, Background, Durability, Error, Files, Kind, Queue, Result, Segments};
 
-use crate::options::{ImageFormat, Options};
+use crate::chain::Layer;
+use crate::open::Opening;
+use crate::options::{DetectZeroes, DiscardPolicy, ImageFormat, Options};
+use crate::qcow2::zero::Space;
+use crate::sync::Arc;
+use crate::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use crate::tracker::{Mode, Tracker};
+
+/// The longest read or write, in bytes.
+const TRANSFER_MAX: u32 = 64 << 20;
+/// Discards and zeroings of any length are done in parts of this, so that none holds much exclusively.
+const PART: u64 = 32 << 20;
 
 /// What a server should tell its clients about a disk's units, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,74 +65,338 @@ pub struct Status {
 /// A disk: an image, its backing chain and all state that its requests share. One `Disk` serves any
 /// number of queues at once.
 #[derive(Debug)]
-pub struct Disk {}
+pub struct Disk {
+    image: Layer,
+    tracker: Arc<Tracker>,
+    /// The unit that requests are brought to, in bytes: what suits every file of the chain.
+    align: u64,
+    access: Access,
+    discard: DiscardPolicy,
+    detect_zeroes: DetectZeroes,
+    closed: AtomicBool,
+}
 
 impl Disk {
-    /// Opens the image called `name`, its data file and its backing chain.
+    /// Opens the image called `name` and its backing chain.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the image or the files, by name; see `open.rs`.
     pub async fn open(
-        _queue: &Queue,
-        _files: &Arc<dyn Files>,
-        _background: &Arc<dyn Background>,
-        _name: &str,
-        _options: Options,
+        queue: &Queue,
+        files: &Arc<dyn Files>,
+        background: &Arc<dyn Background>,
+        name: &str,
+        options: Options,
     ) -> Result<Arc<Disk>> {
-        todo!()
+        let tracker = Arc::new(Tracker::new());
+        let mut opening = Opening {
+            queue,
+            files: &**files,
+            background,
+            tracker: &tracker,
+            options: &options,
+            met: Vec::new(),
+        };
+        let image = opening.active(name).await?;
+        Ok(Arc::new(Disk {
+            align: image.request_align(),
+            image,
+            tracker,
+            access: options.access,
+            discard: options.discard,
+            detect_zeroes: options.detect_zeroes,
+            closed: AtomicBool::new(false),
+        }))
     }
+
     /// The size that the guest sees, in bytes.
     pub fn size(&self) -> u64 {
-        todo!()
+        self.image.size()
     }
+
     /// Whether writes are refused.
     pub fn is_read_only(&self) -> bool {
-        todo!()
+        self.access != Access::Write
     }
+
     /// The format of the active image.
     pub fn format(&self) -> ImageFormat {
-        todo!()
+        match &self.image {
+            Layer::Raw(_) => ImageFormat::Raw,
+            Layer::Qcow2(_) => ImageFormat::Qcow2,
+        }
     }
+
     /// What to tell clients about units.
     pub fn limits(&self) -> Limits {
-        todo!()
+        let discard_unit = match &self.image {
+            Layer::Raw(raw) => raw.file.facts().fs_block,
+            Layer::Qcow2(image) => image.geometry().subcluster_size() as u32,
+        };
+        Limits {
+            preferred_block: (self.align as u32).max(4096),
+            discard_unit,
+            transfer_max: TRANSFER_MAX,
+        }
     }
+
     /// Reads `into.len()` bytes at `offset`.
-    pub async fn read(&self, _queue: &Queue, _offset: u64, _into: Segments) -> Result<()> {
-        todo!()
+    pub async fn read(&self, queue: &Queue, offset: u64, into: Segments) -> Result<()> {
+        let range = self.check(offset, into.len() as u64, "read")?;
+        check_transfer(&range, "read")?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let blocks = self.blocks(&range);
+        let _entered = self.tracker.enter(blocks.clone(), Mode::Shared).await;
+        if blocks == range {
+            return self.read_blocks(queue, offset, &into).await;
+        }
+        let bounce = Segments::alloc((blocks.end - blocks.start) as usize);
+        self.read_blocks(queue, blocks.start, &bounce).await?;
+        let from = (range.start - blocks.start) as usize;
+        into.copy_from_segments(&bounce.slice(from..from + into.len()));
+        Ok(())
     }
-    /// Writes `from.len()` bytes at `offset`.
+
+    /// Writes `from.len()` bytes at `offset`. The bytes must not change before this ends.
     pub async fn write(
         &self,
-        _queue: &Queue,
-        _offset: u64,
-        _from: Segments,
-        _durability: Durability,
+        queue: &Queue,
+        offset: u64,
+        from: Segments,
+        durability: Durability,
     ) -> Result<()> {
-        todo!()
+        let range = self.check_change(offset, from.len() as u64, "write")?;
+        check_transfer(&range, "write")?;
+        if range.is_empty() {
+            return self.settle(queue, durability).await;
+        }
+        if self.detect_zeroes != DetectZeroes::Off && from.is_zero() {
+            let unmap = self.detect_zeroes == DetectZeroes::Unmap;
+            let zeroing = Zeroing { unmap, fast_only: false };
+            return self.write_zeroes(queue, offset, range.end - range.start, zeroing, durability).await;
+        }
+        let blocks = self.blocks(&range);
+        if blocks == range {
+            let _entered = self.tracker.enter(range, Mode::Shared).await;
+            return self.write_blocks(queue, offset, &from, durability).await;
+        }
+        let _alone = self.tracker.enter(blocks, Mode::Exclusive).await;
+        self.write_alone(queue, range, from, durability).await
     }
+
+    /// Writes a range of any alignment; the caller holds its blocks exclusively.
+    async fn write_alone(
+        &self,
+        queue: &Queue,
+        range: Range<u64>,
+        from: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        let blocks = self.blocks(&range);
+        let whole = Segments::alloc((blocks.end - blocks.start) as usize);
+        let (head, tail) = ((range.start - blocks.start) as usize, (range.end - blocks.start) as usize);
+        let align = self.align as usize;
+        if head > 0 {
+            self.read_blocks(queue, blocks.start, &whole.slice(0..align)).await?;
+        }
+        if tail < whole.len() && (head == 0 || whole.len() > align) {
+            let last = whole.len() - align;
+            let block = whole.slice(last..whole.len());
+            self.read_blocks(queue, blocks.start + last as u64, &block).await?;
+        }
+        whole.slice(head..tail).copy_from_segments(&from);
+        self.write_blocks(queue, blocks.start, &whole, durability).await
+    }
+
     /// Makes a range read as zeros.
     pub async fn write_zeroes(
         &self,
-        _queue: &Queue,
-        _offset: u64,
-        _length: u64,
-        _zeroing: Zeroing,
-        _durability: Durability,
+        queue: &Queue,
+        offset: u64,
+        length: u64,
+        zeroing: Zeroing,
+        durability: Durability,
     ) -> Result<()> {
-        todo!()
+        let range = self.check_change(offset, length, "write zeroes")?;
+        for part in parts(range) {
+            let _alone = self.tracker.enter(self.clusters(&part), Mode::Exclusive).await;
+            let rest = match &self.image {
+                Layer::Raw(raw) => {
+                    let middle = self.inner_blocks(&part);
+                    let length = middle.end - middle.start;
+                    let done = length > 0 && raw.zero(queue, middle.start, length, zeroing).await?;
+                    if done {
+                        [part.start..middle.start, middle.end..part.end].into()
+                    } else {
+                        vec![part]
+                    }
+                }
+                Layer::Qcow2(image) => {
+                    let unmap = zeroing.unmap && self.discard == DiscardPolicy::Unmap;
+                    let space = if unmap { Space::Released } else { Space::Kept };
+                    image.clear(queue, part, space).await?
+                }
+            };
+            for range in rest.into_iter().filter(|range| !range.is_empty()) {
+                if zeroing.fast_only {
+                    let why = "these zeros would have to be written out";
+                    return Err(Error::new(Kind::Unsupported, "write zeroes fast", why).at(range.start));
+                }
+                let zeros = Segments::zeroed((range.end - range.start) as usize);
+                self.write_alone(queue, range, zeros, Durability::Volatile).await?;
+            }
+        }
+        self.settle(queue, durability).await
     }
-    /// Tells that the guest no longer needs a range. What it reads as afterwards is zeros or its old bytes.
-    pub async fn discard(&self, _queue: &Queue, _offset: u64, _length: u64) -> Result<()> {
-        todo!()
+
+    /// Tells that the guest no longer needs a range. What it reads as afterwards is zeros or its old
+    /// bytes.
+    pub async fn discard(&self, queue: &Queue, offset: u64, length: u64) -> Result<()> {
+        let range = self.check_change(offset, length, "discard")?;
+        if self.discard == DiscardPolicy::Ignore {
+            return Ok(());
+        }
+        for part in parts(range) {
+            match &self.image {
+                Layer::Raw(raw) => {
+                    let middle = self.inner_blocks(&part);
+                    if !middle.is_empty() && raw.file.facts().can_punch {
+                        let _alone = self.tracker.enter(middle.clone(), Mode::Exclusive).await;
+                        let zeroing = Zeroing { unmap: true, fast_only: true };
+                        raw.zero(queue, middle.start, middle.end - middle.start, zeroing).await?;
+                    }
+                }
+                Layer::Qcow2(image) => {
+                    let _alone = self.tracker.enter(self.clusters(&part), Mode::Exclusive).await;
+                    let _kept_as_it_is = image.clear(queue, part, Space::Released).await?;
+                }
+            }
+        }
+        Ok(())
     }
+
     /// Makes durable whatever was answered before this was called.
-    pub async fn flush(&self, _queue: &Queue) -> Result<()> {
-        todo!()
+    pub async fn flush(&self, queue: &Queue) -> Result<()> {
+        if self.is_read_only() {
+            return Ok(());
+        }
+        match &self.image {
+            Layer::Raw(raw) => raw.flush(queue).await,
+            Layer::Qcow2(image) => image.commit(queue).await,
+        }
     }
+
     /// What the run of bytes at `offset` is, up to `length` bytes.
-    pub async fn status(&self, _queue: &Queue, _offset: u64, _length: u64) -> Result<Status> {
-        todo!()
+    pub async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<Status> {
+        self.check(offset, length, "look up")?;
+        self.image.status(queue, offset, length, 0).await
     }
-    /// Flushes, gives back space grown ahead and leaves the image clean. Requests must have ended.
-    pub async fn close(&self, _queue: &Queue) -> Result<()> {
-        todo!()
+
+    /// Flushes, gives back space grown ahead and leaves the image clean. Requests must have ended;
+    /// later ones are refused.
+    pub async fn close(&self, queue: &Queue) -> Result<()> {
+        self.closed.store(true, SeqCst);
+        if self.is_read_only() {
+            return Ok(());
+        }
+        match &self.image {
+            Layer::Raw(raw) => raw.flush(queue).await,
+            Layer::Qcow2(image) => image.close(queue).await,
+        }
     }
+
+    async fn read_blocks(&self, queue: &Queue, offset: u64, into: &Segments) -> Result<()> {
+        match &self.image {
+            Layer::Raw(raw) => raw.read(queue, offset, into.clone()).await,
+            Layer::Qcow2(image) => image.read(queue, offset, into).await,
+        }
+    }
+
+    async fn write_blocks(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        from: &Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        match &self.image {
+            Layer::Raw(raw) => raw.write(queue, offset, from, durability).await,
+            Layer::Qcow2(image) => image.write(queue, offset, from, durability).await,
+        }
+    }
+
+    /// Ends a change: at once, or when it is durable.
+    async fn settle(&self, queue: &Queue, durability: Durability) -> Result<()> {
+        match durability {
+            Durability::Volatile => Ok(()),
+            Durability::Durable => self.flush(queue).await,
+        }
+    }
+
+    /// The one check of a request: the range, within the disk.
+    fn check(&self, offset: u64, length: u64, op: &'static str) -> Result<Range<u64>> {
+        if self.closed.load(SeqCst) {
+            return Err(Error::new(Kind::Cancelled, op, "the disk is closed"));
+        }
+        match offset.checked_add(length) {
+            Some(end) if end <= self.size() => Ok(offset..end),
+            _ => {
+                let why = format!("{length} bytes there exceed the disk's {} bytes", self.size());
+                Err(Error::new(Kind::Invalid, op, why).at(offset))
+            }
+        }
+    }
+
+    fn check_change(&self, offset: u64, length: u64, op: &'static str) -> Result<Range<u64>> {
+        if self.is_read_only() {
+            return Err(Error::new(Kind::ReadOnly, op, "the disk is opened for reading"));
+        }
+        match &self.image {
+            Layer::Raw(raw) => raw.latch.check()?,
+            Layer::Qcow2(image) => image.writer().committer.latch.check()?,
+        }
+        self.check(offset, length, op)
+    }
+
+    /// The whole blocks around a range.
+    fn blocks(&self, range: &Range<u64>) -> Range<u64> {
+        range.start / self.align * self.align..range.end.next_multiple_of(self.align)
+    }
+
+    /// The whole blocks within a range; an unaligned end of the disk counts as one.
+    fn inner_blocks(&self, range: &Range<u64>) -> Range<u64> {
+        let start = range.start.next_multiple_of(self.align);
+        let end = if range.end == self.size() { range.end } else { range.end / self.align * self.align };
+        start..end.max(start)
+    }
+
+    /// The whole clusters around a range.
+    fn clusters(&self, range: &Range<u64>) -> Range<u64> {
+        let unit = match &self.image {
+            Layer::Raw(_) => self.align,
+            Layer::Qcow2(image) => image.cluster_size().max(self.align),
+        };
+        range.start / unit * unit..range.end.next_multiple_of(unit)
+    }
+}
+
+fn check_transfer(range: &Range<u64>, op: &'static str) -> Result<()> {
+    let length = range.end - range.start;
+    if length <= u64::from(TRANSFER_MAX) {
+        return Ok(());
+    }
+    let why = format!("{length} bytes are more than one request may carry ({TRANSFER_MAX})");
+    Err(Error::new(Kind::Invalid, op, why).at(range.start))
+}
+
+/// A range in parts that begin at multiples of [`PART`].
+fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        let part = start..range.end.min((start / PART + 1) * PART);
+        start = part.end;
+        (!part.is_empty()).then_some(part)
+    })
 }

@@ -1,0 +1,144 @@
+//! Growing the file, ahead of need: the one place that does (R3).
+//!
+//! A step is large enough that nobody waits for its space and short enough that nobody notices it.
+//! What is grown is known zero (J21), and is handed to the allocator only when refcount blocks exist
+//! for it: a block that is missing takes the first grown cluster of its own range, so that it counts
+//! itself. When the refcount table is full, a longer one takes the first grown clusters.
+//!
+//! Blocks and table exist in memory from then on, with their refcounts dirty in the cache; the next
+//! commit writes them, block before table entry, table before header.
+
+use std::ops::Range;
+
+use stillpoint_io::{Error, Kind, Manage, Queue, Result};
+
+use super::allocate::Reservation;
+use super::release::Freed;
+use super::{Done, Qcow2};
+
+impl Qcow2 {
+    /// A growth step in clusters.
+    pub(super) fn growth_step(&self) -> u64 {
+        (self.policy.grow.1 >> self.geometry().cluster_bits).max(1)
+    }
+
+    /// Grows the file soon, off the request path.
+    pub(super) fn grow_soon(&self) {
+        self.in_background(|image, queue| async move {
+            let step = image.growth_step();
+            if let Err(error) = image.grow(&queue, step / 2 + 1).await {
+                // Whoever needs the space will meet the same error, and report it to its guest.
+                tracing::debug!(%error, "growing ahead of need failed");
+            }
+            image.writer().allocator.growth_ended();
+        });
+    }
+
+    /// Grows the file by a step unless `enough` clusters are ready.
+    pub(super) async fn grow(&self, queue: &Queue, enough: u64) -> Done {
+        let writer = self.writer();
+        let allocator = &writer.allocator;
+        let _growing = allocator.growing.lock().await;
+        if allocator.fresh_count() >= enough {
+            return Ok(());
+        }
+        writer.committer.latch.check()?;
+        let old_end = allocator.end();
+        let (end, table_clusters) = self.grow_file(queue, old_end).await?;
+
+        // Positions first, in memory: nobody else sees the new area yet.
+        let geometry = self.geometry();
+        let bits = geometry.cluster_bits;
+        let per_block = geometry.refcounts_per_block();
+        let table = old_end..old_end + table_clusters;
+        if !table.is_empty() {
+            let entries = table_clusters * geometry.cluster_size() / 8;
+            let between = writer
+                .refcounts
+                .with_table(|now| now.move_to(table.start << bits, table_clusters, entries, bits));
+            if let Some((first, count)) = between {
+                writer.releases.push(Freed::clusters(first, count));
+            }
+        }
+        let mut used = vec![table.clone()];
+        for index in old_end / per_block..=(end - 1) / per_block {
+            if writer.refcounts.has_block(index * per_block) {
+                continue;
+            }
+            let place = (index * per_block).max(used.last().map_or(old_end, |last| last.end));
+            writer.refcounts.with_table(|table| table.add_block(index, place << bits));
+            used.push(place..place + 1);
+        }
+        // The blocks are zero in the file, as is everything grown; they are loaded like any other.
+        for cluster in used.iter().cloned().flatten() {
+            let refcounts = self.refcount_slice(queue, cluster).await?;
+            let one = Reservation { first: cluster, count: 1, zero: true, refcounts };
+            writer.refcounts.publish(&one, geometry);
+        }
+        allocator.grown(between(old_end..end, &used).into_iter(), end);
+        Ok(())
+    }
+
+    /// Makes the file longer; returns its new end, and how many clusters a new refcount table needs.
+    async fn grow_file(&self, queue: &Queue, old_end: u64) -> Result<(u64, u64)> {
+        let bits = self.geometry().cluster_bits;
+        let means = self.policy.grow.0;
+        let mut step = self.growth_step();
+        if self.file.facts().fixed_size {
+            return Err(Error::new(Kind::NoSpace, "allocate a cluster", "the device has a fixed size")
+                .file(self.file.name()));
+        }
+        loop {
+            let (end, table_clusters) = self.growth_target(old_end, step);
+            if end << bits >= 1 << 56 {
+                let why = "the file would exceed the largest host offset of the format";
+                return Err(Error::new(Kind::Limit, "grow the image", why).file(self.file.name()));
+            }
+            match self.file.manage(queue, Manage::Grow { end: end << bits, means }).await {
+                Ok(_) => return Ok((end, table_clusters)),
+                // R6: no space before any write that depends on it is the guest's error alone. Less
+                // may still fit.
+                Err(error) if error.kind() == Kind::NoSpace && step > 1 => step /= 2,
+                Err(error) => return Err(error.remedy("free some space on the host")),
+            }
+        }
+    }
+
+    /// The end to grow to, and the clusters of the new refcount table that it takes.
+    fn growth_target(&self, old_end: u64, step: u64) -> (u64, u64) {
+        let mut table_clusters = 0;
+        loop {
+            // The table, a block for each range that it may touch, and something to use.
+            let end = old_end + step.max(table_clusters + table_clusters / 32 + 4);
+            let needed = self.table_growth(end);
+            if needed <= table_clusters {
+                return (end, table_clusters);
+            }
+            table_clusters = needed;
+        }
+    }
+
+    /// Clusters of a new refcount table that counts up to `end`; 0 if the present one does.
+    fn table_growth(&self, end: u64) -> u64 {
+        let geometry = self.geometry();
+        let have = self.writer().refcounts.with_table(|table| table.blocks.len() as u64);
+        // Half as much again, and room for the clusters that the table itself takes.
+        let need = end.div_ceil(geometry.refcounts_per_block()) + 1;
+        if need <= have {
+            return 0;
+        }
+        (need.max(have + have / 2) * 8).div_ceil(geometry.cluster_size()) + 1
+    }
+}
+
+/// The parts of `all` that `used` leaves, which is in ascending order.
+fn between(all: Range<u64>, used: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut start = all.start;
+    let mut rest = Vec::new();
+    for range in used.iter().filter(|range| !range.is_empty()) {
+        rest.push(start..range.start);
+        start = range.end;
+    }
+    rest.push(start..all.end);
+    rest
+}

@@ -1,0 +1,232 @@
+//! The L1 table, and how slices of L2 tables come into the cache.
+//!
+//! The L1 table is in memory as a whole (32 MiB at most). A change of it is remembered together
+//! with the word that the disk still holds, so that a commit writes exactly the entries whose tables
+//! it has made durable, and no entry that came later.
+//!
+//! A missing table is *made* before the first mapping in it; one shared with an internal snapshot is
+//! *copied*. Both happen under one lock and are rare.
+
+use std::collections::BTreeMap;
+
+use async_lock::Mutex as AsyncMutex;
+use stillpoint_format::addr::HostOffset;
+use stillpoint_format::qcow2::entry::L1Entry;
+use stillpoint_io::{Durability, Queue, Result, Segments};
+
+use super::inflight::Inflights;
+use super::release::Freed;
+use super::{Done, Qcow2, refused};
+use crate::cache::{Pin, SLICE_BYTES};
+use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use crate::sync::{Mutex, lock};
+
+/// The L1 table in use.
+pub(crate) struct L1 {
+    /// Where it lies in the file.
+    pub(crate) host_offset: u64,
+    words: Box<[AtomicU64]>,
+    /// Entries changed since the last commit, with the words that the disk holds.
+    changed: Mutex<BTreeMap<u64, u64>>,
+    making: AsyncMutex<()>,
+    loading: [AsyncMutex<()>; LOAD_LOCKS],
+}
+
+const LOAD_LOCKS: usize = 64;
+
+impl L1 {
+    pub(crate) fn new(host_offset: u64, words: impl Iterator<Item = u64>) -> L1 {
+        L1 {
+            host_offset,
+            words: words.map(AtomicU64::new).collect(),
+            changed: Mutex::default(),
+            making: AsyncMutex::new(()),
+            loading: [const { AsyncMutex::new(()) }; LOAD_LOCKS],
+        }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.words.len() as u64
+    }
+
+    pub(crate) fn word(&self, index: u64) -> u64 {
+        self.words[index as usize].load(SeqCst)
+    }
+
+    fn change(&self, index: u64, word: u64) {
+        let mut changed = lock(&self.changed);
+        let old = self.words[index as usize].swap(word, SeqCst);
+        changed.entry(index).or_insert(old);
+    }
+
+    /// Whether nothing awaits a commit.
+    pub(crate) fn is_clean(&self) -> bool {
+        lock(&self.changed).is_empty()
+    }
+
+    /// Takes the changed entries, with the words that the disk holds.
+    pub(crate) fn take_changed(&self) -> BTreeMap<u64, u64> {
+        std::mem::take(&mut *lock(&self.changed))
+    }
+
+    /// Puts back what a commit had no space to write.
+    pub(crate) fn put_back(&self, taken: BTreeMap<u64, u64>) {
+        lock(&self.changed).extend(taken);
+    }
+
+    /// The words from `first` on as the disk is to hold them now: entries changed since the last
+    /// [`L1::take_changed`] keep their old words.
+    pub(crate) fn words_to_write(&self, first: u64, count: u64) -> Vec<u64> {
+        let changed = lock(&self.changed);
+        (first..(first + count).min(self.len()))
+            .map(|index| changed.get(&index).copied().unwrap_or_else(|| self.word(index)))
+            .collect()
+    }
+}
+
+impl Qcow2 {
+    /// Bytes of a slice of this image's tables.
+    pub(crate) fn slice_bytes(&self) -> u64 {
+        SLICE_BYTES.min(self.cluster_size())
+    }
+
+    /// Entries in a slice.
+    pub(crate) fn entries_per_slice(&self) -> u64 {
+        self.slice_bytes() / self.geometry().l2_entry_size()
+    }
+
+    /// Guest bytes that a slice maps.
+    pub(crate) fn slice_covers(&self) -> u64 {
+        self.entries_per_slice() << self.geometry().cluster_bits
+    }
+
+    /// The key of the slice that maps a guest offset, and the entry's index in it.
+    pub(crate) fn locate(&self, guest_offset: u64) -> (u64, usize) {
+        let cluster = guest_offset >> self.geometry().cluster_bits;
+        let entries = self.entries_per_slice();
+        (cluster / entries, (cluster % entries) as usize)
+    }
+
+    fn l1_index(&self, key: u64) -> u64 {
+        key / (self.cluster_size() / self.slice_bytes())
+    }
+
+    /// Where a slice's table is, and whether it may be changed in place.
+    fn table(&self, key: u64) -> Result<L1Entry> {
+        let index = self.l1_index(key);
+        let entry_offset = self.l1.host_offset + index * 8;
+        L1Entry::decode(self.l1.word(index), self.geometry())
+            .map_err(|error| refused(&error, "read an L1 entry", self.file.name(), entry_offset))
+    }
+
+    /// Where a slice lies in the file, if its table exists.
+    pub(crate) fn slice_home(&self, key: u64) -> Result<Option<u64>> {
+        let slices = self.cluster_size() / self.slice_bytes();
+        let within = (key % slices) * self.slice_bytes();
+        Ok(self.table(key)?.table.map(|HostOffset(table)| table + within))
+    }
+
+    /// The slice with this key, loaded if need be; `None` where no table exists.
+    pub(crate) async fn slice(&self, queue: &Queue, key: u64) -> Result<Option<Pin<'_, Inflights>>> {
+        loop {
+            if let Some(pin) = self.l2.pin(key) {
+                return Ok(Some(pin));
+            }
+            let Some(home) = self.slice_home(key)? else { return Ok(None) };
+            let loading = self.l1.loading[key as usize % LOAD_LOCKS].lock().await;
+            if let Some(pin) = self.l2.pin(key) {
+                return Ok(Some(pin));
+            }
+            if home >= self.file.end() {
+                return Err(self.corrupt("read an L2 table", home, "it lies beyond the file's end"));
+            }
+            let bytes = Segments::alloc(self.slice_bytes() as usize);
+            self.file.read(queue, home, bytes.clone()).await?;
+            let bytes = bytes.to_vec();
+            if let Some(pin) = self.l2.insert(key, |index| word_at(&bytes, index)) {
+                return Ok(Some(pin));
+            }
+            drop(loading);
+            // J37: wait while holding nothing.
+            self.relieve_cache(queue).await?;
+        }
+    }
+
+    /// Every frame is pinned: commit what is dirty, or let requests end.
+    async fn relieve_cache(&self, queue: &Queue) -> Done {
+        if self.writer.is_some() && !self.l2.is_clean() {
+            self.commit(queue).await?;
+        } else {
+            queue.sleep(std::time::Duration::from_micros(50)).await;
+        }
+        Ok(())
+    }
+
+    /// The slice with this key, in a table that may be changed in place; made or copied if need be.
+    pub(crate) async fn slice_for_writing(
+        &self,
+        queue: &Queue,
+        key: u64,
+    ) -> Result<Pin<'_, Inflights>> {
+        loop {
+            let entry = self.table(key)?;
+            if entry.table.is_some() && entry.copied {
+                if let Some(pin) = self.slice(queue, key).await? {
+                    return Ok(pin);
+                }
+            } else {
+                self.own_table(queue, key).await?;
+            }
+        }
+    }
+
+    /// Makes the table of a slice, or copies it if it is shared with a snapshot.
+    async fn own_table(&self, queue: &Queue, key: u64) -> Done {
+        let writer = self.writer();
+        let _making = self.l1.making.lock().await;
+        let entry = self.table(key)?;
+        if entry.table.is_some() && entry.copied {
+            return Ok(());
+        }
+        let mut reserved = self.reserve(queue, 1).await?;
+        let cluster = reserved.take(1);
+        let host_offset = cluster.first << self.geometry().cluster_bits;
+        // J20: what the table holds must be in the file, and covered by the barrier that precedes
+        // the L1 entry: a recycled cluster's old bytes must never come to life as mappings.
+        let written = match entry.table {
+            Some(HostOffset(old)) => {
+                let content = Segments::alloc(self.cluster_size() as usize);
+                match self.file.read(queue, old, content.clone()).await {
+                    Ok(_) => self.file.write(queue, host_offset, content, Durability::Volatile).await,
+                    failed => failed,
+                }
+            }
+            None if cluster.zero => Ok(stillpoint_io::Value::Unit),
+            None => {
+                let zeros = Segments::zeroed(self.cluster_size() as usize);
+                self.file.write(queue, host_offset, zeros, Durability::Volatile).await
+            }
+        };
+        if let Err(error) = written {
+            writer.allocator.give_back(cluster, false);
+            return Err(error);
+        }
+        writer.refcounts.publish(&cluster, self.geometry());
+        let linked = L1Entry { table: Some(HostOffset(host_offset)), copied: true };
+        self.l1.change(self.l1_index(key), linked.encode());
+        if let Some(HostOffset(old)) = entry.table {
+            writer.releases.push(Freed::clusters(old >> self.geometry().cluster_bits, 1));
+        }
+        Ok(())
+    }
+}
+
+/// The 64-bit word at `index` of a table's bytes, in native order.
+pub(crate) fn word_at(bytes: &[u8], index: usize) -> u64 {
+    u64::from_be_bytes(bytes[index * 8..index * 8 + 8].try_into().expect("eight bytes"))
+}
+
+/// A table's bytes of words in native order.
+pub(crate) fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_be_bytes()).collect()
+}
