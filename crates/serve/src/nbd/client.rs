@@ -7,9 +7,10 @@
 
 use std::collections::HashMap;
 use std::io::{self, BufReader, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 
+use stillpoint_host::net::Address;
 use stillpoint_io::{Error, Kind, Result};
 
 use super::codec::{
@@ -19,7 +20,6 @@ use super::codec::{
 };
 use super::errors;
 use super::handshake::ReplyStyle;
-use crate::address::Address;
 
 /// One run of one metadata context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,10 +100,8 @@ impl Client {
         let refuse = |error: io::Error| Error::from_std("connect", &error).file(address);
         let socket = match address {
             Address::Unix(path) => Socket::Unix(UnixStream::connect(path).map_err(refuse)?),
-            Address::Tcp(host, port) => {
-                let addresses = (host.as_str(), *port).to_socket_addrs().map_err(refuse)?;
-                let socket = TcpStream::connect(&addresses.collect::<Vec<_>>()[..]);
-                let socket = socket.map_err(refuse)?;
+            Address::Tcp(host) => {
+                let socket = TcpStream::connect(host).map_err(refuse)?;
                 socket.set_nodelay(true).map_err(refuse)?;
                 Socket::Tcp(socket)
             }

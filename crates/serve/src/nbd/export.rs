@@ -98,8 +98,8 @@ impl Catalog {
     }
 }
 
-/// The disks behind a [`Catalog`].
-#[derive(Debug, Default)]
+/// The disks behind a [`Catalog`]; a clone shares them.
+#[derive(Clone, Debug, Default)]
 pub struct Exports {
     catalog: Catalog,
     disks: Vec<Arc<Disk>>,
