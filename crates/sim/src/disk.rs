@@ -8,7 +8,8 @@ use stillpoint_io::{Background, Durability, Queue, Result, Segments};
 use crate::chance::Chance;
 use crate::files::World;
 use crate::history::{History, Round, Subject};
-use crate::image::{self, Spec};
+use crate::image;
+use crate::make::{Content, Spec, make};
 use crate::oracle::{self, Oracle};
 use crate::plan::Plan;
 use crate::workload::{Script, Shape, Target};
@@ -96,6 +97,9 @@ impl DiskSubject {
             refcount_order: if version == 2 { 4 } else { chance.pick(&[4, 4, 4, 0, 3, 6]) as u32 },
             size,
             backing: backed.map(|_| BACKING.to_owned()),
+            content: chance
+                .one_in(2)
+                .then(|| Content { seed: chance.draw(), snapshot: chance.one_in(2) }),
         });
         let options = Options {
             format: Some(if raw { ImageFormat::Raw } else { ImageFormat::Qcow2 }),
@@ -162,8 +166,13 @@ impl Subject for DiskSubject {
     type Target = Disk;
 
     fn create(&self, world: &World) -> Oracle {
+        let mut oracle = Oracle::new(self.size, self.backed.unwrap_or(0));
         match &self.qcow2 {
-            Some(spec) => world.add(IMAGE, &spec.encode()),
+            Some(spec) => {
+                let made = make(spec);
+                world.add(IMAGE, &made.bytes);
+                made.filled.into_iter().for_each(|(range, value)| oracle.preset(range, value));
+            }
             None => world.add(IMAGE, &vec![0; self.size as usize]),
         }
         if let Some(length) = self.backed {
@@ -171,7 +180,7 @@ impl Subject for DiskSubject {
             oracle::bytes_of(oracle::BACKING, 0, &mut bytes);
             world.add(BACKING_PATH, &bytes);
         }
-        Oracle::new(self.size, self.backed.unwrap_or(0))
+        oracle
     }
 
     async fn open(
@@ -188,13 +197,21 @@ impl Subject for DiskSubject {
     }
 
     fn inspect(&self, world: &World, clean: bool) -> std::result::Result<(), String> {
-        if self.qcow2.is_none() {
+        let Some(spec) = &self.qcow2 else {
             return match world.length(IMAGE) {
                 length if length == self.size => Ok(()),
                 length => Err(format!("a raw disk of {:#x} bytes became {length:#x}", self.size)),
             };
-        }
+        };
         let inspection = image::inspect(world, IMAGE)?;
+        let made = make(spec);
+        for range in made.frozen {
+            let (start, length) = (range.start, range.end - range.start);
+            let first = &made.bytes[start as usize..range.end as usize];
+            if world.read(IMAGE, start, length) != first {
+                return Err(format!("the snapshot's bytes at {range:#x?} have changed"));
+            }
+        }
         if clean && inspection.leaks > 0 {
             return Err(format!("closed in order, it leaks {} clusters", inspection.leaks));
         }

@@ -1,8 +1,7 @@
-//! qcow2 images without the engine: how a fresh one is made, and whether one hangs together.
+//! Whether a qcow2 image hangs together.
 //!
-//! Both stand on the format's codecs alone, so that the engine's own creation and check are not
-//! judged by themselves. What [`inspect`] demands of an image at any moment, after any cut
-//! (`journal=off`):
+//! It stands on the format's codecs alone, so that the engine's own check is not judged by itself.
+//! What [`inspect`] demands of an image at any moment, after any cut (`journal=off`):
 //!
 //! - the header decodes, and whatever an entry points to lies in the file;
 //! - no refcount is below its references, and so no two things share a cluster;
@@ -12,84 +11,12 @@
 
 use std::collections::BTreeMap;
 
-use stillpoint_format::HostOffset;
-use stillpoint_format::qcow2::header::{CompressionType, CryptMethod, INCOMPATIBLE_EXTENDED_L2};
 use stillpoint_format::qcow2::snapshot::{FIXED_LENGTH, Snapshot};
 use stillpoint_format::qcow2::{
-    ExtendedEntry, Extension, Geometry, Header, L1Entry, L2Entry, Target, refcount,
+    ExtendedEntry, Geometry, Header, L1Entry, L2Entry, Target, refcount,
 };
 
 use crate::files::World;
-
-/// What kind of image it is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spec {
-    /// 2 or 3.
-    pub version: u32,
-    /// The cluster size's binary logarithm.
-    pub cluster_bits: u32,
-    /// Extended L2 entries.
-    pub extended_l2: bool,
-    /// The binary logarithm of a refcount's width in bits.
-    pub refcount_order: u32,
-    /// The disk's size in bytes.
-    pub size: u64,
-    /// The backing file's name; it is raw.
-    pub backing: Option<String>,
-}
-
-impl Spec {
-    fn geometry(&self) -> Geometry {
-        Geometry {
-            cluster_bits: self.cluster_bits,
-            extended_l2: self.extended_l2,
-            refcount_order: self.refcount_order,
-        }
-    }
-
-    /// The bytes of an empty image.
-    pub fn encode(&self) -> Vec<u8> {
-        let geometry = self.geometry();
-        let cluster = geometry.cluster_size();
-        let l1_entry_count = geometry.l1_entries_for(self.size).max(1);
-        // Header, refcount table, refcount block, L1 table.
-        let cluster_count = 3 + geometry.clusters_for(l1_entry_count * 8);
-        assert!(cluster_count <= geometry.refcounts_per_block(), "one block has to do");
-        let extensions =
-            self.backing.iter().map(|_| Extension::BackingFormat("raw".to_owned())).collect();
-        let header = Header {
-            version: self.version,
-            backing_name: self.backing.clone(),
-            cluster_bits: self.cluster_bits,
-            size: self.size,
-            crypt_method: CryptMethod::None,
-            l1_entry_count: l1_entry_count as u32,
-            l1_table_offset: HostOffset(3 * cluster),
-            refcount_table_offset: HostOffset(cluster),
-            refcount_table_clusters: 1,
-            snapshot_count: 0,
-            snapshot_table_offset: HostOffset(0),
-            incompatible: if self.extended_l2 { INCOMPATIBLE_EXTENDED_L2 } else { 0 },
-            compatible: 0,
-            autoclear: 0,
-            refcount_order: self.refcount_order,
-            compression_type: CompressionType::Zlib,
-            unknown_fields: Vec::new(),
-            extensions,
-        };
-        let mut image = vec![0; (cluster_count * cluster) as usize];
-        let first = header.encode().expect("the header fits");
-        image[..first.len()].copy_from_slice(&first);
-        let table = cluster as usize;
-        let block = refcount::encode_table_entry(Some(HostOffset(2 * cluster)));
-        image[table..table + 8].copy_from_slice(&block.to_be_bytes());
-        let block = &mut image[2 * cluster as usize..3 * cluster as usize];
-        for index in 0..cluster_count {
-            refcount::set_in_block(block, index, self.refcount_order, 1);
-        }
-        image
-    }
-}
 
 /// What an image's refcounts and its references came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -292,6 +219,7 @@ impl Inspector<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::make::{Spec, make};
     use crate::plan::Plan;
 
     fn spec() -> Spec {
@@ -300,13 +228,14 @@ mod tests {
             cluster_bits: 12,
             extended_l2: false,
             refcount_order: 4,
-            size: 10 << 20,
+            size: 1 << 20,
             backing: None,
+            content: None,
         }
     }
 
     fn world(change: impl FnOnce(&mut [u8])) -> World {
-        let mut image = spec().encode();
+        let mut image = make(&spec()).bytes;
         image.resize(20 << 12, 0);
         change(&mut image);
         let world = World::new(Plan::default());
@@ -327,7 +256,7 @@ mod tests {
         for (cluster_bits, extended_l2) in [(9, false), (16, false), (16, true), (21, true)] {
             let spec = Spec { cluster_bits, extended_l2, size: 1 << 20, ..spec() };
             let world = World::new(Plan::default());
-            world.add("disk", &spec.encode());
+            world.add("disk", &make(&spec).bytes);
             assert_eq!(inspect(&world, "disk").unwrap().leaks, 0);
         }
     }

@@ -16,7 +16,8 @@
 //! | [`oracle`] | [`Oracle`]: per guest byte, the values that the guest's own history allows |
 //! | [`workload`] | [`Script`]: random operations by several tasks, run and judged |
 //! | [`history`] | [`History`]: scripts with power cuts between them, played on a [`Subject`] |
-//! | [`image`] | qcow2 images without the engine: made, and inspected |
+//! | [`make`] | qcow2 images made without the engine |
+//! | [`image`] | and inspected without it |
 //! | [`disk`] | [`DiskSubject`]: the engine's disk, put through histories |
 //!
 //! Deliberately absent: real time, real files, threads; anything that a shipped program links.
@@ -29,6 +30,7 @@ pub mod file;
 pub mod files;
 pub mod history;
 pub mod image;
+pub mod make;
 pub mod oracle;
 pub mod plan;
 pub mod trace;

@@ -34,6 +34,9 @@ pub const ZEROS: Value = 0;
 /// The value of a backing file's own bytes.
 pub const BACKING: Value = u32::MAX;
 
+/// The value of what an image held from the start.
+pub const PREFILLED: Value = u32::MAX - 1;
+
 /// A guest's smallest unit, which no request leaves mixed, in bytes.
 const SECTOR: u64 = 512;
 const NEVER: u64 = u64::MAX;
@@ -125,6 +128,13 @@ impl Oracle {
             cells.insert(backed, Cell { end: size, candidates: vec![first(ZEROS)] });
         }
         Oracle { size, cells, now: 0, last_value: ZEROS, widened: false, reads: Vec::new() }
+    }
+
+    /// A range holds `value` from the start.
+    pub fn preset(&mut self, range: Range<u64>, value: Value) {
+        for cell in self.cells_in(&range) {
+            cell.candidates[0].value = value;
+        }
     }
 
     /// The disk's size in bytes.
@@ -353,6 +363,7 @@ fn name(value: Value) -> String {
     match value {
         ZEROS => "zeros".to_owned(),
         BACKING => "the backing file's bytes".to_owned(),
+        PREFILLED => "the image's first bytes".to_owned(),
         _ => format!("write {value}"),
     }
 }
@@ -368,7 +379,9 @@ fn explain(
     let word = piece.get(whole_word..whole_word + 8).map(|word| word.try_into().expect("8 bytes"));
     let _ = match word.map(|word: [u8; 8]| (word, recognise(word))) {
         _ if piece.iter().all(|&byte| byte == 0) => write!(text, "zeros"),
-        Some((_, (value, offset))) if offset < 1 << 34 && (value < 1 << 24 || value == BACKING) => {
+        Some((_, (value, offset)))
+            if offset < 1 << 34 && !(1 << 24..PREFILLED).contains(&value) =>
+        {
             let start = range.start + whole_word as u64;
             write!(text, "{}", name(value))
                 .and_then(|()| match offset == start {
