@@ -157,6 +157,11 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// Changes the file's shape.
     fn manage(&self, queue: &Queue, change: Manage) -> Completion;
 
+    /// How much of the host's space it takes now, in bytes, if the host tells.
+    fn allocated_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// What the run of bytes at `offset` is, up to `length` bytes; completes with [`Value::Extent`].
     fn status(&self, queue: &Queue, offset: u64, length: u64) -> Completion;
 
