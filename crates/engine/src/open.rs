@@ -19,7 +19,7 @@ use stillpoint_io::{
 
 use crate::cache::{SLICE_BYTES, SliceCache};
 use crate::chain::Layer;
-use crate::options::{ImageFormat, Options};
+use crate::options::{AllocPolicy, ImageFormat, Options};
 use crate::qcow2::allocate::Allocator;
 use crate::qcow2::commit::Committer;
 use crate::qcow2::mapping::Codec;
@@ -49,15 +49,18 @@ pub(crate) struct Opening<'a> {
 impl Opening<'_> {
     /// Opens the active image.
     pub(crate) async fn active(&mut self, name: &str) -> Result<Layer> {
-        self.layer(name, None, self.options.format, self.options.access).await
+        self.layer(name, None, self.options.format, self.options.access, u64::MAX).await
     }
 
+    /// Opens one image and those behind it. The layers above send requests of no less than `unit`
+    /// bytes, where direct I/O must be able to follow.
     fn layer<'a>(
         &'a mut self,
         name: &'a str,
         beside: Option<&'a str>,
         format: Option<ImageFormat>,
         access: Access,
+        unit: u64,
     ) -> LocalBoxFuture<'a, Result<Layer>> {
         Box::pin(async move {
             let file = self.files.open(self.queue, name, beside, access).await?;
@@ -71,6 +74,11 @@ impl Opening<'_> {
                 return Err(Error::new(Kind::Limit, "open the backing chain", why).file(name));
             }
             self.met.push(id);
+            let file = if unit < u64::from(file.facts().request_align) {
+                through_page_cache(file, "the image before it has smaller clusters")?
+            } else {
+                file
+            };
             let start = self.read(&*file, 0, header::PROBE_LENGTH as u64).await?;
             let format = match format {
                 Some(format) => format,
@@ -79,7 +87,7 @@ impl Opening<'_> {
             match format {
                 ImageFormat::Raw => Ok(Layer::Raw(self.raw(file, access)?)),
                 ImageFormat::Qcow2 => {
-                    Ok(Layer::Qcow2(self.qcow2(name, file, &start, access).await?))
+                    Ok(Layer::Qcow2(self.qcow2(name, file, &start, access, unit).await?))
                 }
             }
         })
@@ -114,9 +122,7 @@ impl Opening<'_> {
         let align = u64::from(file.facts().request_align);
         if access == Access::Write && !file.end().is_multiple_of(align) {
             let why = format!("its size is no multiple of {align}, the unit of direct I/O here");
-            return Err(Error::new(Kind::Unsupported, "open a raw image for writing", why)
-                .file(file.name())
-                .remedy("use `--cache writeback`, or lengthen the file"));
+            return Ok(Raw::new(through_page_cache(file, &why)?));
         }
         Ok(Raw::new(file))
     }
@@ -137,6 +143,7 @@ impl Opening<'_> {
         file: Arc<dyn Storage>,
         start: &[u8],
         access: Access,
+        unit: u64,
     ) -> Result<Arc<Qcow2>> {
         let not_understood =
             |error: stillpoint_format::Error| refused(&error, "open the image", file.name(), 0);
@@ -145,19 +152,16 @@ impl Opening<'_> {
         let header = Header::decode(&first, Some(file.end())).map_err(not_understood)?;
         refuse_what_is_missing(&header, file.name(), access)?;
         let geometry = header.geometry();
-        if geometry.cluster_size() < u64::from(file.facts().request_align) {
-            let why = format!(
-                "clusters of {} bytes are smaller than the unit of direct I/O here",
-                geometry.cluster_size()
-            );
-            return Err(Error::new(Kind::Unsupported, "open the image", why)
-                .file(file.name())
-                .remedy("use `--cache writeback`"));
-        }
+        let unit = unit.min(geometry.subcluster_size());
+        let file = if unit < u64::from(file.facts().request_align) {
+            through_page_cache(file, "its clusters are smaller than the unit of direct I/O here")?
+        } else {
+            file
+        };
 
         let backing = match &header.backing_name {
             Some(backing) if !self.options.without_backing => {
-                Some(Arc::new(self.backing(name, backing, &header).await?))
+                Some(Arc::new(self.backing(name, backing, &header, unit).await?))
             }
             _ => None,
         };
@@ -176,7 +180,7 @@ impl Opening<'_> {
             Access::Read | Access::ReadUnlocked => None,
         };
         let policy = Policy {
-            alloc: self.options.alloc,
+            alloc: usable_allocation(self.options.alloc, &*file),
             discard: self.options.discard,
             grow: usable_growth(self.options.grow.unwrap_or(file.facts().growth), &*file),
         };
@@ -208,7 +212,13 @@ impl Opening<'_> {
         Ok(image)
     }
 
-    async fn backing(&mut self, beside: &str, name: &str, header: &Header) -> Result<Layer> {
+    async fn backing(
+        &mut self,
+        beside: &str,
+        name: &str,
+        header: &Header,
+        unit: u64,
+    ) -> Result<Layer> {
         let is_address = name.starts_with("json:") || name.contains("://") || name.starts_with("nbd:");
         if is_address {
             let why = format!("the backing file's name {name:?} is an address or options");
@@ -225,7 +235,7 @@ impl Opening<'_> {
                 return Err(Error::new(Kind::Unsupported, "open the backing file", why).file(beside));
             }
         };
-        self.layer(name, Some(beside), format, Access::Read)
+        self.layer(name, Some(beside), format, Access::Read, unit)
             .await
             .map_err(|error| error.file(name))
     }
@@ -296,6 +306,26 @@ impl Opening<'_> {
         }
         Ok(())
     }
+}
+
+/// The same file without the alignment of direct I/O.
+fn through_page_cache(file: Arc<dyn Storage>, why: &str) -> Result<Arc<dyn Storage>> {
+    let Some(buffered) = file.buffered() else {
+        return Err(Error::new(Kind::Unsupported, "open the image", why)
+            .file(file.name())
+            .remedy("use `--cache writeback`"));
+    };
+    tracing::warn!(file = file.name(), why, "goes through the host's page cache");
+    Ok(buffered)
+}
+
+/// The allocation policy that was asked for, as far as the file can.
+fn usable_allocation(policy: AllocPolicy, file: &dyn Storage) -> AllocPolicy {
+    if policy == AllocPolicy::ZeroRange && !file.facts().can_zero_range {
+        tracing::warn!(file = file.name(), "cannot zero ranges; zeros are written instead");
+        return AllocPolicy::WriteZeroes;
+    }
+    policy
 }
 
 /// The growth that was asked for, as far as the file can.

@@ -90,10 +90,10 @@ impl Qcow2 {
         };
         if new != old {
             self.codec.store(slice, index, new);
-        }
-        if new.host.is_none() && (old.host.is_some() || old.compressed.is_some()) {
-            slice.extra().take_blank(index);
-            self.free_mapping(&old);
+            if new.host.is_none() {
+                slice.extra().take_blank(index);
+                self.free_mapping(&old);
+            }
         }
         // The units at the edges that are touched in part, unless they read as zeros anyhow.
         let unit_size = self.geometry().subcluster_size();
