@@ -16,7 +16,7 @@ Plays COUNT histories (default 1000), or as many as MINUTES allow, from SEED on 
 --faults       operations of the simulated disk fail, too
 --shrink       how often a failing history is tried again in shorter forms (default 300; 0: never)
 --failures     how many failures to look for before giving up (default 1)
---verbose      prints the panic and the last events of each failing history as it came";
+--verbose      prints the last events of each failing history, too";
 
 struct Args {
     first: u64,
@@ -72,12 +72,12 @@ fn main() -> ExitCode {
         let Err(failure) = history.try_play(&subject) else { continue };
         failed += 1;
         println!("FAILED seed {seed}: {failure}\n{subject:?}");
+        let (history, failure) =
+            shrink(&subject, &history, args.shrink).unwrap_or((history, failure));
+        println!("shrunk: {failure}\n{history}");
         if args.verbose {
             let play = std::panic::AssertUnwindSafe(|| history.play(&subject));
             let _ = std::panic::catch_unwind(play);
-        }
-        if let Some((short, failure)) = shrink(&subject, &history, args.shrink) {
-            println!("shrunk: {failure}\n{short}");
         }
     }
     println!("{played} histories in {:.1} s, {failed} failed", begun.elapsed().as_secs_f64());
