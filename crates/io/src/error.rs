@@ -127,6 +127,11 @@ impl Error {
         self.0.errno
     }
 
+    /// The file's name, where one was given.
+    pub fn file_name(&self) -> Option<&str> {
+        self.0.file.as_deref()
+    }
+
     /// The offset in the file, where there is one.
     pub fn offset(&self) -> Option<u64> {
         self.0.offset

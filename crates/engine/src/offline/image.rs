@@ -16,7 +16,7 @@ use stillpoint_io::{
 use crate::options::ImageFormat;
 
 /// The most images in a backing chain.
-pub const CHAIN_LENGTH_MAX: usize = 200;
+pub const CHAIN_LENGTH_MAX: usize = 256;
 /// Tables are read in pieces of at most this many bytes.
 pub(crate) const PIECE_SIZE: u64 = 1 << 20;
 
@@ -51,13 +51,13 @@ impl Image {
         access: Access,
     ) -> Result<Image> {
         let file = files.open(queue, name, beside, access).await?;
+        let format = match format {
+            Some(format) => format,
+            None => probe_format(queue, &*file).await?,
+        };
         let header = match format {
-            Some(ImageFormat::Raw) => None,
-            Some(ImageFormat::Qcow2) => Some(read_header(queue, &*file, Header::decode).await?),
-            None if begins_like_qcow2(queue, &*file).await? => {
-                Some(read_header(queue, &*file, Header::decode).await?)
-            }
-            None => None,
+            ImageFormat::Raw => None,
+            ImageFormat::Qcow2 => Some(read_header(queue, &*file, Header::decode).await?),
         };
         Ok(Image { file, header })
     }
@@ -158,8 +158,10 @@ pub fn path_beside(name: &str, beside: &str) -> String {
     }
 }
 
-async fn begins_like_qcow2(queue: &Queue, file: &dyn Storage) -> Result<bool> {
-    Ok(is_qcow2(&read_bytes(queue, file, 0..PROBE_LENGTH as u64).await?))
+/// The format that a file's first bytes tell: raw, unless they are another format's.
+pub async fn probe_format(queue: &Queue, file: &dyn Storage) -> Result<ImageFormat> {
+    let start = read_bytes(queue, file, 0..PROBE_LENGTH as u64).await?;
+    Ok(if is_qcow2(&start) { ImageFormat::Qcow2 } else { ImageFormat::Raw })
 }
 
 /// Reads the header by `decode`, and refuses what it asks for and this program does not do (F1).

@@ -43,6 +43,20 @@ pub struct Extent {
 }
 
 impl Extent {
+    /// An extent of no length, to begin a walk with.
+    pub fn nothing_at(start: u64) -> Extent {
+        Extent {
+            start,
+            length: 0,
+            depth: 0,
+            present: false,
+            zero: false,
+            data: false,
+            compressed: false,
+            offset: None,
+        }
+    }
+
     /// Whether `next` goes on where and as this one ends.
     pub fn is_continued_by(&self, next: &Extent) -> bool {
         let offset = self.offset.map(|offset| offset + self.length);
@@ -55,12 +69,36 @@ impl Extent {
 /// What one layer says about a run of bytes.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
-    /// Ask the layer beneath.
-    Unallocated,
+    /// Ask the layer beneath; a cluster may be held ready for it.
+    Unallocated { host_offset: Option<u64> },
     /// It reads as zeros; a cluster may be held ready for it.
     Zero { host_offset: Option<u64> },
     /// Its bytes lie here.
     Data { host_offset: Option<u64>, compressed: bool },
+}
+
+impl Answer {
+    /// Whether `next`, `run` bytes on, says the same and lies behind this.
+    fn goes_on_as(self, next: Answer, run: u64, is_new_cluster: bool) -> bool {
+        let adjacent =
+            |host: Option<u64>, next: Option<u64>| host.map(|offset| offset + run) == next;
+        match (self, next) {
+            (
+                Answer::Unallocated { host_offset: host },
+                Answer::Unallocated { host_offset: next },
+            )
+            | (Answer::Zero { host_offset: host }, Answer::Zero { host_offset: next })
+            | (
+                Answer::Data { host_offset: host, compressed: false },
+                Answer::Data { host_offset: next, compressed: false },
+            ) => adjacent(host, next),
+            // Each compressed cluster lies somewhere else.
+            (Answer::Data { compressed: true, .. }, Answer::Data { compressed: true, .. }) => {
+                !is_new_cluster
+            }
+            _ => false,
+        }
+    }
 }
 
 struct Layer {
@@ -115,16 +153,7 @@ impl Map {
     /// What the run of bytes at `start`, which lies on the disk, is; at most `length` bytes of it.
     pub async fn extent(&mut self, queue: &Queue, start: u64, length: u64) -> Result<Extent> {
         let mut length = length.min(self.size() - start);
-        let mut extent = Extent {
-            start,
-            length,
-            depth: 0,
-            present: false,
-            zero: true,
-            data: false,
-            compressed: false,
-            offset: None,
-        };
+        let mut extent = Extent { zero: true, ..Extent::nothing_at(start) };
         for depth in 0..self.layers.len() {
             let size = self.layers[depth].image.virtual_size();
             if start >= size {
@@ -136,7 +165,10 @@ impl Map {
             length = run;
             extent.depth = depth;
             match answer {
-                Answer::Unallocated => continue,
+                Answer::Unallocated { host_offset } => {
+                    extent.offset = host_offset;
+                    continue;
+                }
                 Answer::Zero { host_offset } => {
                     extent = Extent { present: true, offset: host_offset, ..extent };
                 }
@@ -177,33 +209,20 @@ impl Layer {
         })?;
         let covers = geometry.l2_table_covers();
         let Some(table) = entry.table else {
-            return Ok((length.min(covers - start % covers), Answer::Unallocated));
+            return Ok((
+                length.min(covers - start % covers),
+                Answer::Unallocated { host_offset: None },
+            ));
         };
         self.load_l2(queue, table.0, geometry).await?;
 
         let unit = geometry.subcluster_size();
         let mut run = length.min(unit - start % unit);
         let first = self.decode(&header, start)?;
-        // Neighbours that say the same, and lie one behind the other, are one run.
         while run < length && (start + run) % covers != 0 {
             let next = self.decode(&header, start + run)?;
-            let same = match (first, next) {
-                (Answer::Unallocated, Answer::Unallocated) => true,
-                (
-                    Answer::Zero { host_offset: Some(offset) },
-                    Answer::Zero { host_offset: Some(next) },
-                ) => next == offset + run,
-                (Answer::Zero { host_offset: None }, Answer::Zero { host_offset: None }) => true,
-                (
-                    Answer::Data { host_offset, compressed: false },
-                    Answer::Data { host_offset: next, compressed: false },
-                ) => next == host_offset.map(|offset| offset + run),
-                (Answer::Data { compressed: true, .. }, Answer::Data { compressed: true, .. }) => {
-                    (start + run) % geometry.cluster_size() != 0
-                }
-                _ => false,
-            };
-            if !same {
+            let is_new_cluster = (start + run) % geometry.cluster_size() == 0;
+            if !first.goes_on_as(next, run, is_new_cluster) {
                 break;
             }
             run += unit.min(length - run);
@@ -265,7 +284,9 @@ impl Layer {
                 Some(host) if has(entry.map.allocated_mask()) => {
                     data(at(host).filter(|_| !encrypted))
                 }
-                _ => Answer::Unallocated,
+                host => {
+                    Answer::Unallocated { host_offset: host.and_then(at).filter(|_| !encrypted) }
+                }
             });
         }
         let word = self.l2.1[index as usize];
@@ -275,7 +296,7 @@ impl Layer {
             L2Entry::decode(word, geometry, header.version >= 3)
         };
         Ok(match entry.map_err(refuse)?.target {
-            Target::Unallocated => Answer::Unallocated,
+            Target::Unallocated => Answer::Unallocated { host_offset: None },
             Target::Zero { host } => {
                 Answer::Zero { host_offset: host.and_then(at).filter(|_| !encrypted) }
             }

@@ -70,15 +70,6 @@ impl Check<'_> {
             let block = if word == 0 { None } else { self.check_block(index, word)? };
             self.blocks.push(block);
         }
-        // A block whose cluster serves anything else as well holds no refcounts.
-        for index in 0..self.blocks.len() {
-            let Some(offset) = self.blocks[index] else { continue };
-            let references = self.counts.references(offset >> self.geometry.cluster_bits);
-            if references != 1 {
-                self.corrupt(Finding::BlockShared { index: index as u64, references });
-                self.blocks[index] = None;
-            }
-        }
         Ok(())
     }
 
@@ -97,6 +88,13 @@ impl Check<'_> {
             return Ok(None);
         }
         self.count(offset..offset + self.geometry.cluster_size())?;
+        // A block whose cluster serves anything else, all of which was counted before, holds no
+        // refcounts.
+        let references = self.counts.references(cluster);
+        if references != 1 {
+            self.corrupt(Finding::BlockShared { index, references });
+            return Ok(None);
+        }
         Ok(Some(offset))
     }
 
