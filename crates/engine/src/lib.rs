@@ -18,6 +18,8 @@
 mod cache;
 mod chain;
 pub mod disk;
+#[cfg(all(test, feature = "shuttle"))]
+mod interleavings;
 mod latch;
 pub mod offline;
 mod open;

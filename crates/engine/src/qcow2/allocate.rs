@@ -59,7 +59,15 @@ impl Reservation {
 pub(crate) struct Allocator {
     state: Mutex<State>,
     refilling: AsyncMutex<()>,
-    pub(super) growing: AsyncMutex<()>,
+    pub(super) growing: AsyncMutex<Growing>,
+}
+
+/// Whether the file may grow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Growing {
+    Open,
+    /// The image is closed, or being closed: its end is where the last cluster in use ends.
+    Closed,
 }
 
 struct State {
@@ -91,7 +99,7 @@ impl Allocator {
                 growth_asked: false,
             }),
             refilling: AsyncMutex::new(()),
-            growing: AsyncMutex::new(()),
+            growing: AsyncMutex::new(Growing::Open),
         }
     }
 

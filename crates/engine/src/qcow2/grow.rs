@@ -6,13 +6,14 @@
 //! itself. When the refcount table is full, a longer one takes the first grown clusters.
 //!
 //! Blocks and table exist in memory from then on, with their refcounts dirty in the cache; the next
-//! commit writes them, block before table entry, table before header.
+//! commit writes them, block before table entry, table before header. A new block is zero in the file,
+//! like everything grown, and comes into the cache without being read.
 
 use std::ops::Range;
 
 use stillpoint_io::{Error, Kind, Manage, Queue, Result};
 
-use super::allocate::Reservation;
+use super::allocate::{Growing, Reservation};
 use super::release::Freed;
 use super::{Done, Qcow2};
 
@@ -38,42 +39,43 @@ impl Qcow2 {
     pub(super) async fn grow(&self, queue: &Queue, enough: u64) -> Done {
         let writer = self.writer();
         let allocator = &writer.allocator;
-        let _growing = allocator.growing.lock().await;
-        if allocator.fresh_count() >= enough {
+        let growing = allocator.growing.lock().await;
+        if *growing == Growing::Closed || allocator.fresh_count() >= enough {
             return Ok(());
         }
         writer.committer.latch.check()?;
         let old_end = allocator.end();
         let (end, table_clusters) = self.grow_file(queue, old_end).await?;
 
-        // Positions first, in memory: nobody else sees the new area yet.
         let geometry = self.geometry();
-        let bits = geometry.cluster_bits;
-        let per_block = geometry.refcounts_per_block();
+        let (bits, per_block) = (geometry.cluster_bits, geometry.refcounts_per_block());
         let table = old_end..old_end + table_clusters;
-        if !table.is_empty() {
-            let entries = table_clusters * geometry.cluster_size() / 8;
-            let between = writer
-                .refcounts
-                .with_table(|now| now.move_to(table.start << bits, table_clusters, entries, bits));
-            if let Some((first, count)) = between {
-                writer.releases.push(Freed::clusters(first, count));
-            }
-        }
         let mut used = vec![table.clone()];
+        let mut blocks = Vec::new();
         for index in old_end / per_block..=(end - 1) / per_block {
-            if writer.refcounts.has_block(index * per_block) {
-                continue;
+            if !writer.refcounts.has_block(index * per_block) {
+                let place = (index * per_block).max(used.last().map_or(old_end, |last| last.end));
+                blocks.push((index, place << bits));
+                used.push(place..place + 1);
             }
-            let place = (index * per_block).max(used.last().map_or(old_end, |last| last.end));
-            writer.refcounts.with_table(|table| table.add_block(index, place << bits));
-            used.push(place..place + 1);
         }
-        // The blocks are zero in the file, as is everything grown; they are loaded like any other.
-        for cluster in used.iter().cloned().flatten() {
-            let refcounts = self.refcount_slice(queue, cluster).await?;
-            let one = Reservation { first: cluster, count: 1, zero: true, refcounts };
-            writer.refcounts.publish(&one, geometry);
+        // J37: every slice that counts these is here before anything is changed.
+        let mut counted = Vec::new();
+        for first in used.iter().cloned().flatten() {
+            let refcounts = match writer.refcounts.has_block(first) {
+                true => self.refcount_slice(queue, first).await?,
+                false => self.new_refcount_slice(queue, first).await?,
+            };
+            counted.push(Reservation { first, count: 1, zero: true, refcounts });
+        }
+        // ORDER: a commit that begins in between must find a block's own refcount before its entry.
+        writer.refcounts.place_blocks(&blocks);
+        for cluster in &counted {
+            writer.refcounts.publish(cluster, geometry);
+        }
+        let replaced = writer.refcounts.link_blocks(&blocks, table.start << bits, table_clusters);
+        if let Some((first, count)) = replaced {
+            writer.releases.push(Freed::clusters(first, count));
         }
         allocator.grown(between(old_end..end, &used).into_iter(), end);
         Ok(())
@@ -121,7 +123,7 @@ impl Qcow2 {
     /// Clusters of a new refcount table that counts up to `end`; 0 if the present one does.
     fn table_growth(&self, end: u64) -> u64 {
         let geometry = self.geometry();
-        let have = self.writer().refcounts.with_table(|table| table.blocks.len() as u64);
+        let have = self.writer().refcounts.table_entries();
         // Half as much again, and room for the clusters that the table itself takes.
         let need = end.div_ceil(geometry.refcounts_per_block()) + 1;
         if need <= have {

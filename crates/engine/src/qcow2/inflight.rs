@@ -157,7 +157,8 @@ impl Inflights {
             together,
             blank: 0,
             fill,
-            host_zero,
+            // What is copied there makes it anything but zero, touched by a write or not.
+            host_zero: host_zero & !fill,
             writers: 0,
             fill_writers: 0,
             written: RangeSet::default(),

@@ -11,6 +11,7 @@
 //! [`drop_one`]: Refcounts::drop_one
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_format::qcow2::geometry::Geometry;
@@ -105,9 +106,9 @@ impl Refcounts {
         (block != 0).then_some(block + key % slices * self.slice_bytes)
     }
 
-    /// Changes the table in memory, for `grow.rs`.
-    pub(super) fn with_table<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
-        change(&mut lock(&self.table))
+    /// Looks at the table.
+    pub(super) fn with_table<T>(&self, look: impl FnOnce(&Table) -> T) -> T {
+        look(&lock(&self.table))
     }
 
     fn place(&self, cluster: u64) -> (usize, u32) {
@@ -145,6 +146,45 @@ impl Refcounts {
         Some(left)
     }
 
+    /// How many blocks the table has room for.
+    pub(super) fn table_entries(&self) -> u64 {
+        lock(&self.table).blocks.len() as u64
+    }
+
+    /// Gives new blocks their places (index in the table, host offset), in memory alone.
+    pub(super) fn place_blocks(&self, blocks: &[(u64, u64)]) {
+        let table = &mut lock(&self.table).blocks;
+        for &(index, host_offset) in blocks {
+            let length = table.len().max(index as usize + 1);
+            table.resize(length, 0);
+            table[index as usize] = host_offset;
+        }
+    }
+
+    /// Lets the next commit write the entries of new blocks, in a new table of `clusters` at
+    /// `host_offset` unless that is 0. After two new tables before a commit the file's own is still
+    /// the oldest; the one between is returned, as first cluster and count.
+    pub(super) fn link_blocks(
+        &self,
+        blocks: &[(u64, u64)],
+        host_offset: u64,
+        clusters: u64,
+    ) -> Option<(u64, u64)> {
+        let mut table = lock(&self.table);
+        table.changed.extend(blocks.iter().map(|&(index, _)| index));
+        if clusters == 0 {
+            return None;
+        }
+        let present = (table.host_offset >> self.geometry.cluster_bits, table.clusters);
+        table.blocks.resize((clusters * self.geometry.cluster_size() / 8) as usize, 0);
+        (table.host_offset, table.clusters) = (host_offset, clusters);
+        if table.moved_from.is_some() {
+            return Some(present);
+        }
+        table.moved_from = Some(present);
+        None
+    }
+
     /// Whether nothing awaits a commit.
     pub(crate) fn is_clean(&self) -> bool {
         let table = lock(&self.table);
@@ -174,33 +214,6 @@ impl Refcounts {
     }
 }
 
-impl Table {
-    /// Adds a block.
-    pub(super) fn add_block(&mut self, index: u64, host_offset: u64) {
-        self.blocks[index as usize] = host_offset;
-        self.changed.insert(index);
-    }
-
-    /// Replaces the table by a longer one at `host_offset`. After two moves before a commit the
-    /// file's own table is still the old one; the one between is returned, as first cluster and count.
-    pub(super) fn move_to(
-        &mut self,
-        host_offset: u64,
-        clusters: u64,
-        entries: u64,
-        bits: u32,
-    ) -> Option<(u64, u64)> {
-        let present = (self.host_offset >> bits, self.clusters);
-        self.blocks.resize(entries as usize, 0);
-        (self.host_offset, self.clusters) = (host_offset, clusters);
-        if self.moved_from.is_some() {
-            return Some(present);
-        }
-        self.moved_from = Some(present);
-        None
-    }
-}
-
 impl Qcow2 {
     /// The refcount slice that counts `cluster`, pinned; loaded if need be.
     pub(crate) async fn refcount_slice(&self, queue: &Queue, cluster: u64) -> Result<OwnedPin<()>> {
@@ -226,12 +239,37 @@ impl Qcow2 {
             let bytes = bytes.to_vec();
             if refcounts.cache.insert(key, |index| word_at(&bytes, index)).is_none() {
                 drop(loading);
-                if refcounts.cache.is_clean() {
-                    queue.sleep(std::time::Duration::from_micros(50)).await;
-                } else {
-                    self.commit(queue).await?;
-                }
+                self.relieve_refcounts(queue).await?;
             }
         }
+    }
+
+    /// The refcount slice that counts `cluster`, in a block that does not exist yet: all zero.
+    pub(super) async fn new_refcount_slice(
+        &self,
+        queue: &Queue,
+        cluster: u64,
+    ) -> Result<OwnedPin<()>> {
+        let refcounts = &self.writer().refcounts;
+        let key = cluster / refcounts.per_slice();
+        loop {
+            if let Some(pin) = refcounts.cache.pin_owned(key) {
+                return Ok(pin);
+            }
+            let loading = refcounts.loading.lock().await;
+            if refcounts.cache.pin(key).is_none() && refcounts.cache.insert(key, |_| 0).is_none() {
+                drop(loading);
+                self.relieve_refcounts(queue).await?;
+            }
+        }
+    }
+
+    /// Every frame is pinned: commit what is dirty, or let requests end.
+    async fn relieve_refcounts(&self, queue: &Queue) -> Result<()> {
+        if self.writer().refcounts.cache.is_clean() {
+            queue.sleep(Duration::from_micros(50)).await;
+            return Ok(());
+        }
+        self.commit(queue).await
     }
 }

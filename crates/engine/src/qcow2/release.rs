@@ -18,6 +18,7 @@ use async_lock::Mutex as AsyncMutex;
 use event_listener::Event;
 use stillpoint_io::{Error, Manage, Queue, Result};
 
+use super::allocate::Growing;
 use super::{Done, Qcow2};
 use crate::options::DiscardPolicy;
 use crate::sync::{Arc, Mutex, lock};
@@ -227,8 +228,11 @@ impl Qcow2 {
 
     /// Leaves the image clean and as short as it can be.
     pub(crate) async fn close(&self, queue: &Queue) -> Done {
+        // Growth ahead of need ends first: what it has begun is in the cache when this is granted.
+        let allocator = &self.writer().allocator;
+        *allocator.growing.lock().await = Growing::Closed;
         self.release_all(queue).await?;
-        let end = self.writer().allocator.trim() << self.geometry().cluster_bits;
+        let end = allocator.trim() << self.geometry().cluster_bits;
         if end < self.file.end() && !self.file.facts().fixed_size {
             self.file.manage(queue, Manage::Shrink { end }).await?;
             self.barrier(queue).await?;
