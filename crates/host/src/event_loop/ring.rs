@@ -129,7 +129,9 @@ impl Ring {
 
     /// Withdraws a poll; its event still comes.
     pub(crate) fn withdraw_poll(&mut self, index: u32) {
-        let entry = opcode::PollRemove::new(u64::from(index) << 2 | POLL).build();
+        // Not a removal of the poll: that gives up (EALREADY) when the poll has just been woken, and
+        // a poll woken for nothing goes on waiting, with a reference to its socket.
+        let entry = opcode::AsyncCancel::new(u64::from(index) << 2 | POLL).build();
         self.push(entry.user_data(NOBODY));
     }
 
