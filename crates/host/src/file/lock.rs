@@ -56,9 +56,7 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, id: FileId, access: Access) -
         match control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, byte) {
             Ok(kind) if kind == libc::F_UNLCK as i16 => {}
             Ok(_) => {
-                for byte in bytes() {
-                    let _ = control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte);
-                }
+                unlock(fd);
                 return Err(busy(name, id, access));
             }
             Err(errno) => return Err(Error::from_errno("lock the image", errno).file(name)),
@@ -67,14 +65,30 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, id: FileId, access: Access) -
     Ok(())
 }
 
+/// Gives all locks back. Closing would do it, too, but a ring may hold on to the description for a
+/// moment after its last completion.
+pub(crate) fn unlock(fd: BorrowedFd<'_>) {
+    let _ = control_range(fd, libc::F_OFD_SETLK, libc::F_UNLCK, USED, REFUSED + 100 - USED);
+}
+
 /// One lock operation on one byte; what kind of lock the kernel reports.
 fn control(fd: BorrowedFd<'_>, command: i32, kind: i32, byte: u64) -> Result<i16, i32> {
+    control_range(fd, command, kind, byte, 1)
+}
+
+fn control_range(
+    fd: BorrowedFd<'_>,
+    command: i32,
+    kind: i32,
+    start: u64,
+    length: u64,
+) -> Result<i16, i32> {
     // SAFETY: a flock is a plain record for which zeros are a valid value.
     let mut lock: libc::flock64 = unsafe { std::mem::zeroed() };
     lock.l_type = kind as i16;
     lock.l_whence = libc::SEEK_SET as i16;
-    lock.l_start = byte as i64;
-    lock.l_len = 1;
+    lock.l_start = start as i64;
+    lock.l_len = length as i64;
     // SAFETY: the record lives through the call.
     match unsafe { libc::fcntl(fd.as_raw_fd(), command, &raw mut lock) } {
         0 => Ok(lock.l_type),

@@ -14,7 +14,7 @@
 //! Deliberately absent: growth policy (the engine's), retrying of failed writes and flushes (R6).
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -72,6 +72,12 @@ impl OpenFile {
                 .file(&self.name)
                 .remedy("what was not yet durable may be lost; check the disk beneath it")
         })
+    }
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        lock::unlock(self.fd.as_fd());
     }
 }
 
