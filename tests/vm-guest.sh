@@ -13,7 +13,7 @@ if [ ! -f vmlinuz ]; then
     package=$(apt-cache depends linux-image-cloud-amd64 | awk '$1 == "Depends:" { print $2; exit }')
     [ -n "$package" ] || { echo "apt knows no linux-image-cloud-amd64: run apt-get update" >&2; exit 1; }
     rm -rf kernel && mkdir kernel
-    (cd kernel && apt-get download -qq "$package" && dpkg -x ./*.deb . && rm ./*.deb)
+    (cd kernel && apt-get download -qq -o APT::Sandbox::User=root "$package" && dpkg -x ./*.deb . && rm ./*.deb)
     cp kernel/boot/vmlinuz-* vmlinuz
 fi
 version=$(basename kernel/lib/modules/*)

@@ -283,7 +283,10 @@ fn unsafe_says_why_it_is_safe() {
         let lines: Vec<&str> = file.text.lines().collect();
         for (index, line) in lines.iter().enumerate() {
             let code = line.split("//").next().unwrap_or("");
-            if !code.contains("unsafe {") && !code.contains("unsafe impl") {
+            let opens = |(at, _): (usize, &str)| {
+                !code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_')
+            };
+            if !code.match_indices("unsafe {").chain(code.match_indices("unsafe impl")).any(opens) {
                 continue;
             }
             let above = &lines[index.saturating_sub(LINES_ABOVE_MAX)..=index];
