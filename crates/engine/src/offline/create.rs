@@ -505,3 +505,6 @@ impl<'a> Sequential<'a> {
         self.write_pending().await
     }
 }
+
+#[cfg(test)]
+mod tests;

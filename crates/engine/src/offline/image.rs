@@ -80,7 +80,7 @@ impl Image {
     pub fn backing(&self) -> Result<Option<(&str, Option<ImageFormat>)>> {
         let Some(header) = &self.header else { return Ok(None) };
         let Some(name) = header.backing_name.as_deref() else { return Ok(None) };
-        let format = header.backing_format().map(|format| format_by_name(format));
+        let format = header.backing_format().map(format_by_name);
         Ok(Some((name, format.transpose()?)))
     }
 

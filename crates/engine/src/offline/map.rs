@@ -219,9 +219,9 @@ impl Layer {
         let unit = geometry.subcluster_size();
         let mut run = length.min(unit - start % unit);
         let first = self.decode(&header, start)?;
-        while run < length && (start + run) % covers != 0 {
+        while run < length && !(start + run).is_multiple_of(covers) {
             let next = self.decode(&header, start + run)?;
-            let is_new_cluster = (start + run) % geometry.cluster_size() == 0;
+            let is_new_cluster = (start + run).is_multiple_of(geometry.cluster_size());
             if !first.goes_on_as(next, run, is_new_cluster) {
                 break;
             }

@@ -22,5 +22,7 @@ pub(crate) mod entries;
 pub mod image;
 pub mod info;
 pub mod map;
+#[cfg(test)]
+mod testing;
 
 pub use stillpoint_format::qcow2::header::{CompressionType, CryptMethod};

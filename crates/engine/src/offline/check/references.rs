@@ -455,7 +455,7 @@ mod tests {
         }
         tables.sort();
         assert!(tables.list.capacity() < 1 << 19);
-        let expected = |index| TableReference { offset: index << 16, active: 1, snapshots: 2 };
+        let expected = |index: u64| TableReference { offset: index << 16, active: 1, snapshots: 2 };
         assert!(tables.in_order().iter().copied().eq((0..100_000).map(expected)));
     }
 
