@@ -3,7 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | [`event_loop`] | one thread's loop: tasks, timers, chance, and the reactor it sleeps in |
-//! | [`file`] | [`HostFiles`] and [`HostFile`]: opening, facts, image locks, reads and writes, shape |
+//! | [`mod@file`] | [`HostFiles`] and [`HostFile`]: opening, facts, image locks, reads and writes, shape |
 //! | [`net`] | [`Listener`] and [`Stream`]: unix and TCP sockets on any loop |
 //! | [`signals`] | waiting for SIGTERM and SIGINT on a loop |
 //!

@@ -158,14 +158,26 @@ impl Ring {
             if self.overflow.is_empty() {
                 return Ok(());
             }
-            while let Some(entry) = self.overflow.pop_front() {
-                // SAFETY: as in `push`.
-                if unsafe { self.ring.submission().push(&entry) }.is_err() {
-                    self.overflow.push_front(entry);
-                    break;
-                }
+            if !self.push_overflow() {
+                // The kernel takes nothing before completions have been taken out.
+                return Ok(());
             }
         }
+    }
+
+    /// Moves entries into the submission queue; false if it had room for none.
+    fn push_overflow(&mut self) -> bool {
+        let mut moved = false;
+        let mut queue = self.ring.submission();
+        while let Some(entry) = self.overflow.front() {
+            // SAFETY: as in `push`.
+            if unsafe { queue.push(entry) }.is_err() {
+                break;
+            }
+            moved = true;
+            self.overflow.pop_front();
+        }
+        moved
     }
 
     fn refill(&mut self, table: &mut Slab<Pending>) {

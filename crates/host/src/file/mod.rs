@@ -2,10 +2,10 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | [`open`] | [`HostFiles`]: finding and opening by name, cache modes, falling back aloud |
-//! | [`facts`] | what is found out about a file: file system, alignment, what it can do |
-//! | [`lock`] | image locks that QEMU understands |
-//! | [`shape`] | growing, cutting, punching, zeroing, and where the holes are |
+//! | `open` | [`HostFiles`]: finding and opening by name, cache modes, falling back aloud |
+//! | `facts` | what is found out about a file: file system, alignment, what it can do |
+//! | `lock` | image locks that QEMU understands |
+//! | `shape` | growing, cutting, punching, zeroing, and where the holes are |
 //!
 //! Every write that is submitted can be seen: the `tracing` target `stillpoint::host_io` tells its
 //! file, offset, length and the end of the file at that moment, at level `trace` (R3 can be watched
