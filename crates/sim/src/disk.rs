@@ -145,7 +145,7 @@ impl DiskSubject {
                 let steps = match chance.below(6) {
                     0 => u64::MAX,
                     1 => chance.magnitude(2000),
-                    _ => 100 + chance.below(script.len() as u64 * 60),
+                    _ => 50 + chance.below(script.len() as u64 * 16),
                 };
                 Round { script, steps }
             })

@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     /// How many file-system blocks are allocated.
     pub(crate) used_blocks: AtomicU64,
     pub(crate) failed_flushes: AtomicU64,
+    /// A failed flush has made old bytes show again.
+    pub(crate) reverted: AtomicBool,
 }
 
 impl Shared {
@@ -55,6 +57,7 @@ impl Shared {
             stamp: AtomicU64::new(0),
             used_blocks: AtomicU64::new(0),
             failed_flushes: AtomicU64::new(0),
+            reverted: AtomicBool::new(false),
         }
     }
 
@@ -551,7 +554,10 @@ impl Storage for SimFile {
         submitted.end_after(latency, move |state, _| {
             if let Some(error) = failure {
                 shared.failed_flushes.fetch_add(1, Relaxed);
-                driver.chance(|chance| state.medium.fail_flush(submitted_at, chance));
+                let medium = &mut state.medium;
+                if driver.chance(|chance| medium.fail_flush(submitted_at, chance)) {
+                    shared.reverted.store(true, Relaxed);
+                }
                 return Err(error);
             }
             if !plan.flush_lies {

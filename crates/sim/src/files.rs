@@ -50,9 +50,14 @@ impl World {
         self.shared.plan.lock().unwrap().has_faults()
     }
 
-    /// How many flushes have failed: from the first on, reads may give older bytes again.
+    /// How many flushes have failed.
     pub fn failed_flushes(&self) -> u64 {
         self.shared.failed_flushes.load(Relaxed)
+    }
+
+    /// Whether a failed flush has made old bytes show again somewhere.
+    pub fn has_reverted(&self) -> bool {
+        self.shared.reverted.load(Relaxed)
     }
 
     /// How many file-system blocks of 4 KiB its files have.

@@ -14,7 +14,8 @@
 //!   every later submitted one. A value is buried when a flush (or a durable write) has succeeded
 //!   that covers a request which started after the value's request had ended.
 //! - A failed request and a discard add their value and hide none.
-//! - After a host flush has failed, reads too may return whatever is not buried ([`Oracle::widen`]).
+//! - Where a failed host flush has made old bytes show again, no disk above can know it: reads are
+//!   not judged until the power has failed ([`Oracle::suspend`]).
 //!
 //! Each 8 bytes written are a number from which the value and the offset can be told again, so that
 //! a wrong read names the request, or the other cluster, whose bytes it got.
@@ -103,7 +104,7 @@ pub struct Oracle {
     cells: BTreeMap<u64, Cell>,
     now: u64,
     last_value: Value,
-    widened: bool,
+    suspended: bool,
     /// Reads under way: when each began. What they may still see is kept.
     reads: Vec<u64>,
 }
@@ -127,7 +128,7 @@ impl Oracle {
         if backed < size {
             cells.insert(backed, Cell { end: size, candidates: vec![first(ZEROS)] });
         }
-        Oracle { size, cells, now: 0, last_value: ZEROS, widened: false, reads: Vec::new() }
+        Oracle { size, cells, now: 0, last_value: ZEROS, suspended: false, reads: Vec::new() }
     }
 
     /// A range holds `value` from the start.
@@ -242,9 +243,9 @@ impl Oracle {
         }
     }
 
-    /// A host flush has failed: from now on reads may return whatever is not buried.
-    pub fn widen(&mut self) {
-        self.widened = true;
+    /// The host shows old bytes again after a failed flush: reads are not judged until a power cut.
+    pub fn suspend(&mut self) {
+        self.suspended = true;
     }
 
     /// A read begins: the instant to give to [`Oracle::judge_read`] or [`Oracle::read_failed`].
@@ -265,10 +266,10 @@ impl Oracle {
     /// Says which bytes are not allowed, what is, and whose bytes they are.
     pub fn judge_read(&mut self, started: u64, offset: u64, bytes: &[u8]) -> Result<(), String> {
         self.read_failed(started);
-        let widened = self.widened;
-        self.judge(offset, bytes, |candidate| {
-            candidate.hidden > started || (widened && !candidate.buried)
-        })
+        if self.suspended {
+            return Ok(());
+        }
+        self.judge(offset, bytes, |candidate| candidate.hidden > started)
     }
 
     fn judge(
@@ -302,7 +303,7 @@ impl Oracle {
     pub fn power_cut(&mut self) {
         let now = self.tick();
         self.reads.clear();
-        self.widened = false;
+        self.suspended = false;
         for cell in self.cells.values_mut() {
             cell.candidates.retain(|candidate| !candidate.buried);
             for candidate in &mut cell.candidates {

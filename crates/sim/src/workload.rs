@@ -297,8 +297,8 @@ impl<T: Target> Run<T> {
             let started = self.oracle.borrow_mut().start_read();
             let result = self.target.status(queue, offset, range.end - offset).await;
             let mut oracle = self.oracle.borrow_mut();
-            if self.world.failed_flushes() > 0 {
-                oracle.widen();
+            if self.world.has_reverted() {
+                oracle.suspend();
             }
             let (length, zero) = result.inspect_err(|_| oracle.read_failed(started))?;
             assert!(length > 0 && length <= range.end - offset, "a run of {length:#x} bytes");
@@ -318,8 +318,8 @@ impl<T: Target> Run<T> {
         let started = self.oracle.borrow_mut().start_read();
         let result = self.target.read(queue, range.start, into.clone()).await;
         let mut oracle = self.oracle.borrow_mut();
-        if self.world.failed_flushes() > 0 {
-            oracle.widen();
+        if self.world.has_reverted() {
+            oracle.suspend();
         }
         if result.is_err() {
             oracle.read_failed(started);

@@ -1,0 +1,95 @@
+//! Faults that the simulator found in the engine, each as a short history of its own.
+//!
+//! What a history's seed decides (latencies, order, what a cut keeps) shifts with every change of
+//! the engine; so each history is played with several seeds, and cut at several places.
+
+use stillpoint_engine::{ImageFormat, Options};
+use stillpoint_sim::make::{Content, Spec};
+use stillpoint_sim::workload::Step::{self, Discard, Write, Zeroes};
+use stillpoint_sim::{DiskSubject, History, Plan, Round, Script};
+
+fn spec(cluster_bits: u32, clusters: u64) -> Spec {
+    Spec {
+        version: 3,
+        cluster_bits,
+        extended_l2: false,
+        refcount_order: 4,
+        size: clusters << cluster_bits,
+        backing: None,
+        content: None,
+    }
+}
+
+fn qcow2(spec: Spec) -> DiskSubject {
+    let options = Options { format: Some(ImageFormat::Qcow2), ..Options::default() };
+    DiskSubject { size: spec.size, qcow2: Some(spec), backed: None, options }
+}
+
+/// Plays rounds, each with its tasks and the step from which on it is cut, with so many seeds.
+fn play(seeds: u64, subject: &DiskSubject, plan: &Plan, rounds: &[(&[&[Step]], u64)]) {
+    for seed in 0..seeds {
+        let rounds = rounds
+            .iter()
+            .map(|(tasks, steps)| Round {
+                script: Script { tasks: tasks.iter().map(|steps| steps.to_vec()).collect() },
+                // An uncut round stays uncut.
+                steps: steps.saturating_add(seed % 100),
+            })
+            .collect();
+        let history = History { seed, plan: plan.clone(), queues: 2, rounds };
+        if let Err(failure) = history.try_play(subject) {
+            panic!("{failure}\n{subject:?}\n{history}");
+        }
+    }
+}
+
+const WHOLE: u64 = u64::MAX;
+
+/// A discard of a part of a compressed cluster freed its host clusters, though it stayed mapped.
+#[test]
+fn regression_partial_discard_keeps_a_compressed_cluster() {
+    for seed in 0..2 {
+        let content = Some(Content { seed, snapshot: false });
+        let subject = qcow2(Spec { content, ..spec(12, 16) });
+        let tasks: Vec<Step> =
+            (0..16).map(|cluster| Discard((cluster << 12) + 512..(cluster << 12) + 1024)).collect();
+        play(10, &subject, &Plan::default(), &[(&[&tasks], WHOLE)]);
+    }
+}
+
+/// Copying shared subclusters to a fresh cluster left them "known zero"; zeroed and then written in
+/// part, they showed the copied bytes again.
+#[test]
+fn regression_copied_subclusters_are_not_known_zero() {
+    let content = Some(Content { seed: 3831427097605342917, snapshot: true });
+    let subject = qcow2(Spec { extended_l2: true, content, ..spec(16, 34) });
+    let tasks: Vec<Step> = (0..34)
+        .map(|cluster| cluster << 16)
+        .flat_map(|start| {
+            [
+                Write(start + 0x9000..start + 0xc000, false),
+                Zeroes(start..start + 0x10000, false, false),
+                Write(start + 0x7600..start + 0x7700, false),
+                Write(start + 0xf600..start + 0xf700, false),
+            ]
+        })
+        .collect();
+    let history = History {
+        seed: 0,
+        plan: Plan::default(),
+        queues: 1,
+        rounds: vec![Round { script: Script { tasks: vec![tasks] }, steps: WHOLE }],
+    };
+    history.play(&subject);
+}
+
+/// A growth still under way gave the refcount table a block that did not count itself yet, and a
+/// close cut the file below it.
+#[test]
+fn regression_a_growth_under_way_is_neither_committed_nor_cut() {
+    let subject = qcow2(spec(10, 22));
+    let plan = Plan { growth: (stillpoint_io::GrowMeans::Truncate, 256 << 10), ..Plan::default() };
+    let tasks: [&[Step]; 1] = [&[Write(0x3a00..0x3c00, true)]];
+    play(100, &subject, &plan, &[(&tasks, WHOLE)]);
+    play(100, &subject, &plan, &[(&tasks, 20)]);
+}
