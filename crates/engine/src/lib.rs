@@ -12,12 +12,14 @@
 //! | `chain` | the layers behind the active image |
 //! | `raw`, `qcow2/` | the two kinds of image |
 //! | `cache` | table slices in memory |
+//! | `group` | flushes that share their work |
 //! | `latch` | the refusal of writing after a failure |
 //! | [`offline`] | create, info, check, map: tools on images that nobody serves |
 
 mod cache;
 mod chain;
 pub mod disk;
+mod group;
 #[cfg(all(test, feature = "shuttle"))]
 mod interleavings;
 mod latch;

@@ -3,6 +3,7 @@
 use stillpoint_io::{Durability, Extent, Kind, Manage, Queue, Result, Segments, Storage, Value};
 
 use crate::disk::Zeroing;
+use crate::group::Group;
 use crate::latch::Latch;
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -14,6 +15,7 @@ pub(crate) struct Raw {
     /// The size that the guest sees, in bytes: the file's when it was opened.
     pub(crate) size: u64,
     pub(crate) latch: Latch,
+    flushes: Group,
     /// Changes completed, and those that the last barrier covers (J31).
     changes: AtomicU64,
     covered: AtomicU64,
@@ -26,6 +28,7 @@ impl Raw {
             file,
             size,
             latch: Latch::default(),
+            flushes: Group::default(),
             changes: AtomicU64::new(0),
             covered: AtomicU64::new(0),
         }
@@ -73,21 +76,18 @@ impl Raw {
     }
 
     pub(crate) async fn flush(&self, queue: &Queue) -> Result<()> {
-        self.latch.check()?;
-        let changes = self.changes.load(SeqCst);
-        if self.covered.load(SeqCst) == changes {
-            return Ok(());
-        }
-        match self.file.flush(queue).await {
-            Ok(_) => {
-                self.covered.fetch_max(changes, SeqCst);
+        self.flushes
+            .run(async || {
+                self.latch.check()?;
+                let changes = self.changes.load(SeqCst);
+                if self.covered.load(SeqCst) == changes {
+                    return Ok(());
+                }
+                self.file.flush(queue).await.inspect_err(|error| self.latch.close(error))?;
+                self.covered.store(changes, SeqCst);
                 Ok(())
-            }
-            Err(error) => {
-                self.latch.close(&error);
-                Err(error)
-            }
-        }
+            })
+            .await
     }
 
     pub(crate) async fn extent(&self, queue: &Queue, offset: u64, length: u64) -> Result<Extent> {

@@ -255,9 +255,8 @@ impl Qcow2 {
             let per_slice = writer.refcounts.per_slice();
             let found = {
                 let mut state = lock(&allocator.state);
-                let within_slice = |first: u64, count: u64| {
-                    count.min((first / per_slice + 1) * per_slice - first)
-                };
+                let within_slice =
+                    |first: u64, count: u64| count.min((first / per_slice + 1) * per_slice - first);
                 if let Some((first, (count, zero))) = state.free.pop_first() {
                     let here = within_slice(first, count);
                     if here < count {

@@ -18,15 +18,13 @@
 //! and refcounts after them. A publication puts both into the cache in one step, so the refcounts
 //! that are written contain those of every mapping that is written.
 //!
-//! Concurrent flushes share commits: whoever finds one that began after its own arrival is served
-//! by it. Nothing here holds a lock that a read or a write takes.
+//! Concurrent flushes share commits (`group.rs`). Nothing here holds a lock that a read or a write takes.
 //!
 //! A step that has no space is not a latch: what it was to write stays dirty, and the flush fails
 //! (J25). Any other failure latches (R6).
 
 use std::collections::BTreeMap;
 
-use async_lock::Mutex as AsyncMutex;
 use futures_util::future::join_all;
 use stillpoint_io::{Durability, Error, Kind, Queue, Result, Segments};
 
@@ -36,9 +34,9 @@ use super::release::Freed;
 use super::tables::bytes_of;
 use super::{Done, Qcow2};
 use crate::cache::SliceImage;
+use crate::group::Group;
 use crate::latch::Latch;
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use crate::sync::{Mutex, lock};
 
 /// Byte offsets of the refcount table's position in the header.
 const HEADER_REFCOUNT_TABLE: u64 = 48;
@@ -47,10 +45,7 @@ const HEADER_REFCOUNT_TABLE: u64 = 48;
 #[derive(Default)]
 pub(crate) struct Committer {
     pub(crate) latch: Latch,
-    committing: AsyncMutex<()>,
-    begun: AtomicU64,
-    ended: AtomicU64,
-    last: Mutex<Option<Error>>,
+    commits: Group,
     /// The count of writes that the last successful barrier covers (J31).
     covered: AtomicU64,
 }
@@ -76,18 +71,13 @@ impl Qcow2 {
     /// Makes durable everything that was answered before this was called.
     pub(crate) async fn commit(&self, queue: &Queue) -> Done {
         let committer = &self.writer().committer;
-        committer.latch.check()?;
-        let wanted = committer.begun.load(SeqCst) + 1;
-        let _committing = committer.committing.lock().await;
-        if committer.ended.load(SeqCst) >= wanted {
-            return lock(&committer.last).clone().map_or(Ok(()), Err);
-        }
-        committer.latch.check()?;
-        let this = committer.begun.fetch_add(1, SeqCst) + 1;
-        let result = self.commit_now(queue).await;
-        *lock(&committer.last) = result.as_ref().err().cloned();
-        committer.ended.store(this, SeqCst);
-        result
+        committer
+            .commits
+            .run(async || {
+                committer.latch.check()?;
+                self.commit_now(queue).await
+            })
+            .await
     }
 
     /// Asks for a commit off the request path, because much is dirty.
@@ -106,7 +96,7 @@ impl Qcow2 {
     /// Whether every mapping is durable: no metadata awaits a commit, and none is being committed.
     pub(crate) fn is_clean(&self) -> bool {
         let writer = self.writer();
-        writer.committer.begun.load(SeqCst) == writer.committer.ended.load(SeqCst)
+        writer.committer.commits.is_idle()
             && self.l2.is_clean()
             && self.l1.is_clean()
             && writer.refcounts.is_clean()
@@ -311,7 +301,11 @@ impl Drop for Work<'_> {
     fn drop(&mut self) {
         if !self.over {
             let why = "a commit was dropped before its end";
-            self.image.writer().committer.latch.close(&Error::new(Kind::Cancelled, "commit metadata", why));
+            self.image.writer().committer.latch.close(&Error::new(
+                Kind::Cancelled,
+                "commit metadata",
+                why,
+            ));
         }
     }
 }

@@ -28,9 +28,9 @@ impl Qcow2 {
         self.file.read(queue, start, bytes.clone()).await?;
         let from = (range.start - start) as usize;
         let compressed = bytes.slice(from..from + (range.end - range.start) as usize).to_vec();
-        let plain = self.decompress(&compressed).map_err(|why| {
-            self.corrupt("decompress a cluster", range.start, why)
-        })?;
+        let plain = self
+            .decompress(&compressed)
+            .map_err(|why| self.corrupt("decompress a cluster", range.start, why))?;
         into.copy_from(&plain[in_cluster..in_cluster + into.len()]);
         Ok(())
     }

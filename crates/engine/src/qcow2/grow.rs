@@ -87,8 +87,12 @@ impl Qcow2 {
         let means = self.policy.grow.0;
         let mut step = self.growth_step();
         if self.file.facts().fixed_size {
-            return Err(Error::new(Kind::NoSpace, "allocate a cluster", "the device has a fixed size")
-                .file(self.file.name()));
+            return Err(Error::new(
+                Kind::NoSpace,
+                "allocate a cluster",
+                "the device has a fixed size",
+            )
+            .file(self.file.name()));
         }
         loop {
             let (end, table_clusters) = self.growth_target(old_end, step);

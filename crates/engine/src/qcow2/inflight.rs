@@ -251,10 +251,9 @@ impl Inflights {
         outcome: Result<()>,
     ) -> (Option<Publication>, Option<Reservation>, Filled) {
         let inflight = self.find(index).expect("a closed allocation stays in the list");
-        let publication = outcome.is_ok().then(|| Publication {
-            units: inflight.fill,
-            reserved: inflight.reserved.take(),
-        });
+        let publication = outcome
+            .is_ok()
+            .then(|| Publication { units: inflight.fill, reserved: inflight.reserved.take() });
         inflight.closed = false;
         inflight.written = RangeSet::default();
         if outcome.is_ok() {

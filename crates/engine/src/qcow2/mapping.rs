@@ -96,9 +96,7 @@ impl Codec {
             Target::Unallocated => nothing,
             Target::Zero { host } => Cluster { host: host.map(|host| host.0), zero: 1, ..nothing },
             Target::Standard { host } => Cluster { host: Some(host.0), allocated: 1, ..nothing },
-            Target::Compressed(compressed) => {
-                Cluster { compressed: Some(compressed), ..nothing }
-            }
+            Target::Compressed(compressed) => Cluster { compressed: Some(compressed), ..nothing },
         })
     }
 

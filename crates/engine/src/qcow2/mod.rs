@@ -44,8 +44,8 @@ use stillpoint_io::{Background, Error, GrowMeans, Kind, Queue, Result, Storage};
 use crate::cache::SliceCache;
 use crate::chain::Layer;
 use crate::options::{AllocPolicy, DiscardPolicy};
-use crate::sync::{Arc, Weak};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Arc, Weak};
 use crate::tracker::Tracker;
 
 use allocate::Allocator;

@@ -68,13 +68,8 @@ impl Refcounts {
         // A host offset has 56 bits, and a table 8 MiB.
         let block_count_max = ((1 << 56) / geometry.refcount_block_covers()).clamp(1, 1 << 20);
         let keys = block_count_max * slices_per_block;
-        let table = Table {
-            blocks,
-            host_offset,
-            clusters,
-            changed: BTreeSet::new(),
-            moved_from: None,
-        };
+        let table =
+            Table { blocks, host_offset, clusters, changed: BTreeSet::new(), moved_from: None };
         Refcounts {
             geometry,
             slice_bytes,
@@ -232,7 +227,11 @@ impl Qcow2 {
                 return Err(self.corrupt("find a refcount", offset, "no refcount block covers it"));
             };
             if home >= self.file.end() {
-                return Err(self.corrupt("read a refcount block", home, "it lies beyond the file's end"));
+                return Err(self.corrupt(
+                    "read a refcount block",
+                    home,
+                    "it lies beyond the file's end",
+                ));
             }
             let bytes = Segments::alloc(refcounts.slice_bytes as usize);
             self.file.read(queue, home, bytes.clone()).await?;

@@ -127,7 +127,11 @@ impl Qcow2 {
     }
 
     /// The slice with this key, loaded if need be; `None` where no table exists.
-    pub(crate) async fn slice(&self, queue: &Queue, key: u64) -> Result<Option<Pin<'_, Inflights>>> {
+    pub(crate) async fn slice(
+        &self,
+        queue: &Queue,
+        key: u64,
+    ) -> Result<Option<Pin<'_, Inflights>>> {
         loop {
             if let Some(pin) = self.l2.pin(key) {
                 return Ok(Some(pin));
@@ -138,7 +142,11 @@ impl Qcow2 {
                 return Ok(Some(pin));
             }
             if home >= self.file.end() {
-                return Err(self.corrupt("read an L2 table", home, "it lies beyond the file's end"));
+                return Err(self.corrupt(
+                    "read an L2 table",
+                    home,
+                    "it lies beyond the file's end",
+                ));
             }
             let bytes = Segments::alloc(self.slice_bytes() as usize);
             self.file.read(queue, home, bytes.clone()).await?;
@@ -197,7 +205,9 @@ impl Qcow2 {
             Some(HostOffset(old)) => {
                 let content = Segments::alloc(self.cluster_size() as usize);
                 match self.file.read(queue, old, content.clone()).await {
-                    Ok(_) => self.file.write(queue, host_offset, content, Durability::Volatile).await,
+                    Ok(_) => {
+                        self.file.write(queue, host_offset, content, Durability::Volatile).await
+                    }
                     failed => failed,
                 }
             }

@@ -252,7 +252,8 @@ impl Qcow2 {
                     Some(host) => (host, None),
                     None => {
                         let Some(one) = reserved.as_mut().and_then(Reservation::take_one) else {
-                            let count = self.clusters_to_allocate(&slice, position, length - batch.length)?;
+                            let count =
+                                self.clusters_to_allocate(&slice, position, length - batch.length)?;
                             return Ok(batch.or(Plan::Reserve(count)));
                         };
                         (one.first << self.geometry().cluster_bits, Some(one))
@@ -351,8 +352,7 @@ impl Qcow2 {
         guest: u64,
     ) -> Done {
         let mut filling = Filling { image: self, pin, index, over: false };
-        let (host, gaps) =
-            pin.pin().edit().extra().gaps(index, self.geometry().subcluster_size());
+        let (host, gaps) = pin.pin().edit().extra().gaps(index, self.geometry().subcluster_size());
         let copies = gaps.into_iter().map(|gap| async move {
             let bytes = Segments::alloc((gap.end - gap.start) as usize);
             // The old mapping is still the published one: a plain read is the old content.
@@ -472,8 +472,7 @@ impl Ending<'_> {
         let image = self.image;
         let inflights = slice.extra();
         let host = inflights.find(share.index).expect("its writers keep it in the list").host;
-        let (next, publication, back) =
-            inflights.finish(share, succeeded, image.codec.all_units());
+        let (next, publication, back) = inflights.finish(share, succeeded, image.codec.all_units());
         if let Some(publication) = publication {
             image.publish(slice, share.index, host, publication);
         }

@@ -147,7 +147,10 @@ fn edges(range: &Range<u64>, unit_size: u64) -> Vec<Range<u64>> {
     if whole.start > whole.end {
         return vec![range.clone()];
     }
-    [range.start..whole.start, whole.end..range.end].into_iter().filter(|edge| !edge.is_empty()).collect()
+    [range.start..whole.start, whole.end..range.end]
+        .into_iter()
+        .filter(|edge| !edge.is_empty())
+        .collect()
 }
 
 fn push(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {

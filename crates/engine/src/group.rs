@@ -1,0 +1,41 @@
+//! Flushes that share their work: one at a time, and whoever came before it began is served by it.
+//!
+//! Nothing is lost by the order: a flush that begins covers everything that was answered before its
+//! callers arrived. And it must be one at a time: of two barriers in flight one may fail and take the
+//! dirty pages with it, while the other succeeds and promises them (R6).
+
+use async_lock::Mutex as AsyncMutex;
+use stillpoint_io::{Error, Result};
+
+use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use crate::sync::{Mutex, lock};
+
+/// Flushes of one image: see the module's head.
+#[derive(Debug, Default)]
+pub(crate) struct Group {
+    running: AsyncMutex<()>,
+    begun: AtomicU64,
+    ended: AtomicU64,
+    last: Mutex<Option<Error>>,
+}
+
+impl Group {
+    /// Runs `flush`, or takes the outcome of another caller's that began after this was called.
+    pub(crate) async fn run(&self, flush: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+        let wanted = self.begun.load(SeqCst) + 1;
+        let _one_at_a_time = self.running.lock().await;
+        if self.ended.load(SeqCst) >= wanted {
+            return lock(&self.last).clone().map_or(Ok(()), Err);
+        }
+        let this = self.begun.fetch_add(1, SeqCst) + 1;
+        let result = flush().await;
+        *lock(&self.last) = result.as_ref().err().cloned();
+        self.ended.store(this, SeqCst);
+        result
+    }
+
+    /// Whether none is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.begun.load(SeqCst) == self.ended.load(SeqCst)
+    }
+}
