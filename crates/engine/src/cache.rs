@@ -129,7 +129,11 @@ impl<E: Default> SliceCache<E> {
 
     /// Puts a slice in that was read from its table, and pins it; `None` if every frame is pinned
     /// (commit, or let others end, then try again). Callers load one key one at a time.
-    pub(crate) fn insert(&self, key: u64, mut word: impl FnMut(usize) -> u64) -> Option<Pin<'_, E>> {
+    pub(crate) fn insert(
+        &self,
+        key: u64,
+        mut word: impl FnMut(usize) -> u64,
+    ) -> Option<Pin<'_, E>> {
         let index = self.claim()?;
         let frame = self.frame(index);
         // The frame is ours alone: no slot names it, and its pins say so to whoever still looks.

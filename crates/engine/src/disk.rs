@@ -175,7 +175,9 @@ impl Disk {
         if self.detect_zeroes != DetectZeroes::Off && from.is_zero() {
             let unmap = self.detect_zeroes == DetectZeroes::Unmap;
             let zeroing = Zeroing { unmap, fast_only: false };
-            return self.write_zeroes(queue, offset, range.end - range.start, zeroing, durability).await;
+            return self
+                .write_zeroes(queue, offset, range.end - range.start, zeroing, durability)
+                .await;
         }
         let blocks = self.blocks(&range);
         if blocks == range {
@@ -196,7 +198,8 @@ impl Disk {
     ) -> Result<()> {
         let blocks = self.blocks(&range);
         let whole = Segments::alloc((blocks.end - blocks.start) as usize);
-        let (head, tail) = ((range.start - blocks.start) as usize, (range.end - blocks.start) as usize);
+        let (head, tail) =
+            ((range.start - blocks.start) as usize, (range.end - blocks.start) as usize);
         let align = self.align as usize;
         if head > 0 {
             self.read_blocks(queue, blocks.start, &whole.slice(0..align)).await?;
@@ -242,7 +245,9 @@ impl Disk {
             for range in rest.into_iter().filter(|range| !range.is_empty()) {
                 if zeroing.fast_only {
                     let why = "these zeros would have to be written out";
-                    return Err(Error::new(Kind::Unsupported, "write zeroes fast", why).at(range.start));
+                    return Err(
+                        Error::new(Kind::Unsupported, "write zeroes fast", why).at(range.start)
+                    );
                 }
                 let zeros = Segments::zeroed((range.end - range.start) as usize);
                 self.write_alone(queue, range, zeros, Durability::Volatile).await?;
@@ -369,7 +374,8 @@ impl Disk {
     /// The whole blocks within a range; an unaligned end of the disk counts as one.
     fn inner_blocks(&self, range: &Range<u64>) -> Range<u64> {
         let start = range.start.next_multiple_of(self.align);
-        let end = if range.end == self.size() { range.end } else { range.end / self.align * self.align };
+        let end =
+            if range.end == self.size() { range.end } else { range.end / self.align * self.align };
         start..end.max(start)
     }
 

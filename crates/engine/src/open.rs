@@ -104,7 +104,10 @@ impl Opening<'_> {
     ) -> Result<ImageFormat> {
         if header::is_qcow2(start) {
             if is_backing {
-                tracing::warn!(name, "the image does not say its backing file's format; taken for qcow2");
+                tracing::warn!(
+                    name,
+                    "the image does not say its backing file's format; taken for qcow2"
+                );
             }
             return Ok(ImageFormat::Qcow2);
         }
@@ -219,7 +222,8 @@ impl Opening<'_> {
         header: &Header,
         unit: u64,
     ) -> Result<Layer> {
-        let is_address = name.starts_with("json:") || name.contains("://") || name.starts_with("nbd:");
+        let is_address =
+            name.starts_with("json:") || name.contains("://") || name.starts_with("nbd:");
         if is_address {
             let why = format!("the backing file's name {name:?} is an address or options");
             return Err(Error::new(Kind::Unsupported, "open the backing file", why)
@@ -232,7 +236,9 @@ impl Opening<'_> {
             Some("qcow2") => Some(ImageFormat::Qcow2),
             Some(other) => {
                 let why = format!("its backing file is of format {other:?}");
-                return Err(Error::new(Kind::Unsupported, "open the backing file", why).file(beside));
+                return Err(
+                    Error::new(Kind::Unsupported, "open the backing file", why).file(beside)
+                );
             }
         };
         self.layer(name, Some(beside), format, Access::Read, unit)
@@ -255,11 +261,12 @@ impl Opening<'_> {
         let table = self.read(&**file, offset, clusters * size).await?;
         let mut blocks = Vec::with_capacity(table.len() / 8);
         for index in 0..table.len() / 8 {
-            let block = refcount::decode_table_entry(word_at(&table, index), geometry)
-                .map_err(|error| {
+            let block = refcount::decode_table_entry(word_at(&table, index), geometry).map_err(
+                |error| {
                     let at = offset + index as u64 * 8;
                     refused(&error, "read the refcount table", file.name(), at)
-                })?;
+                },
+            )?;
             blocks.push(block.map_or(0, |block| block.0));
         }
         let cache_bytes = self.options.refcount_cache_size;

@@ -249,10 +249,9 @@ impl Stripe {
                     }
                     !held
                 }
-                Mode::Exclusive => self
-                    .state
-                    .compare_exchange(QUEUED, QUEUED | EXCLUSIVE, SeqCst, SeqCst)
-                    .is_ok(),
+                Mode::Exclusive => {
+                    self.state.compare_exchange(QUEUED, QUEUED | EXCLUSIVE, SeqCst, SeqCst).is_ok()
+                }
             };
             if !granted {
                 return;
