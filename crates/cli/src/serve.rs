@@ -19,7 +19,7 @@ Examples:
     qemu-system-x86_64 ... -drive driver=nbd,server.type=unix,server.path=/run/disk.sock
 
   Two images under names of their own, one of them read-only, for other machines:
-    stillpoint serve root=/vm/a.qcow2 media=/iso/debian.iso,format=raw,read-only --nbd tcp:0.0.0.0:10809
+    stillpoint serve --nbd tcp:0.0.0.0:10809 root=/vm/a.qcow2 media=/iso/d.iso,format=raw,read-only
 
   The same in a file, FILE.toml, started by --config FILE.toml:
     nbd = [\"tcp:0.0.0.0:10809\"]
@@ -28,12 +28,14 @@ Examples:
     path = \"/vm/a.qcow2\"
     [[image]]
     name = \"media\"
-    path = \"/iso/debian.iso\"
+    path = \"/iso/d.iso\"
     format = \"raw\"
     read-only = true
 
-A comma inside a file's name is written twice. SIGTERM and SIGINT end the server in order: requests in
-flight are answered, everything is made durable, images are closed clean, sockets are removed.";
+A comma inside a file's name is written twice.
+
+SIGTERM and SIGINT end the server in order: requests in flight are answered, everything is made
+durable, images are closed clean, sockets are removed.";
 
 /// Serve images to NBD clients
 #[derive(Args, Clone, Debug)]
@@ -61,7 +63,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_requests: u32,
 
-    /// How much memory all requests in flight may occupy; beyond it clients wait
+    /// How much memory all requests in flight may occupy, at least 64M; beyond it clients wait
     #[arg(long, value_name = "SIZE", default_value = "256M")]
     memory: Size,
 
