@@ -191,6 +191,22 @@ fn info_tells_what_qemu_img_tells() {
 }
 
 #[test]
+fn an_encrypted_image_is_described_and_checked_without_its_key() {
+    let folder = folder();
+    prepare(
+        folder.path(),
+        "qemu-img create -q --object secret,id=s0,data=abc -f qcow2 -o encrypt.format=luks,encrypt.key-secret=s0,encrypt.iter-time=10 encrypted.qcow2 4M",
+    );
+    let args = ["info", "encrypted.qcow2"];
+    assert_eq!(ours(folder.path(), &args), qemu_img(folder.path(), &args));
+    let args = ["info", "--output=json", "encrypted.qcow2"];
+    let [mine, theirs] = [ours(folder.path(), &args), qemu_img(folder.path(), &args)];
+    assert_eq!(json(&mine.stdout), json(&theirs.stdout));
+    let check = ours(folder.path(), &["check", "encrypted.qcow2"]);
+    assert_eq!((check.code, check.stderr), (0, String::new()), "its LUKS header is no leak");
+}
+
+#[test]
 fn map_tells_what_qemu_img_tells() {
     let folder = every_image();
     for (name, _) in IMAGES {

@@ -6,7 +6,9 @@ use clap::Args;
 use serde_json::{Value, json};
 use stillpoint_engine::ImageFormat;
 use stillpoint_engine::offline::image::{Image, format_by_name};
-use stillpoint_engine::offline::info::{ImageInfo, Qcow2Info, SnapshotInfo, info};
+use stillpoint_engine::offline::info::{
+    BitmapInfo, ImageInfo, KeySlot, LuksHeader, Qcow2Info, SnapshotInfo, info,
+};
 use stillpoint_engine::offline::{CompressionType, CryptMethod};
 use stillpoint_host::HostFiles;
 use stillpoint_io::{Error, Kind, Queue, Result};
@@ -208,10 +210,7 @@ fn human_qcow2(lines: &mut Lines, qcow2: &Qcow2Info) {
         }
     }
     lines.line(1, format!("refcount bits: {}", qcow2.refcount_bits));
-    if let Some(method) = encryption_name(qcow2.crypt_method) {
-        lines.line(1, "encrypt:");
-        lines.line(2, format!("format: {method}"));
-    }
+    human_encryption(lines, qcow2);
     if qcow2.version >= 3 {
         if let Some(data_file) = &qcow2.data_file {
             if let Some(name) = &data_file.name {
@@ -222,6 +221,86 @@ fn human_qcow2(lines: &mut Lines, qcow2: &Qcow2Info) {
         lines.line(1, format!("corrupt: {}", qcow2.corrupt));
         lines.line(1, format!("extended l2: {}", qcow2.extended_l2));
     }
+}
+
+fn human_encryption(lines: &mut Lines, qcow2: &Qcow2Info) {
+    let Some(method) = encryption_name(qcow2.crypt_method) else { return };
+    lines.line(1, "encrypt:");
+    let Some(luks) = &qcow2.luks else { return lines.line(2, format!("format: {method}")) };
+    let cipher = Cipher::of(luks);
+    lines.line(2, format!("ivgen alg: {}", cipher.vectors));
+    lines.line(2, "detached header: false");
+    if let Some(hash) = cipher.vector_hash {
+        lines.line(2, format!("ivgen hash alg: {hash}"));
+    }
+    lines.line(2, format!("hash alg: {}", luks.hash));
+    lines.line(2, format!("cipher alg: {}", cipher.name));
+    lines.line(2, format!("uuid: {}", luks.uuid));
+    lines.line(2, format!("format: {method}"));
+    lines.line(2, format!("cipher mode: {}", cipher.mode));
+    lines.line(2, "slots:");
+    for (index, slot) in luks.slots.iter().enumerate() {
+        lines.line(3, format!("[{index}]:"));
+        lines.line(4, format!("active: {}", slot.active));
+        if slot.active {
+            lines.line(4, format!("iters: {}", slot.iterations));
+        }
+        lines.line(4, format!("key offset: {}", slot.key_offset));
+        if slot.active {
+            lines.line(4, format!("stripes: {}", slot.stripes));
+        }
+    }
+    lines.line(2, format!("payload offset: {}", luks.payload_offset));
+    lines.line(2, format!("master key iters: {}", luks.digest_iterations));
+}
+
+/// A LUKS cipher's parts, as they are told one by one.
+struct Cipher<'a> {
+    name: String,
+    mode: &'a str,
+    vectors: &'a str,
+    vector_hash: Option<&'a str>,
+}
+
+impl Cipher<'_> {
+    fn of(luks: &LuksHeader) -> Cipher<'_> {
+        let (mode, vectors) = luks.cipher_mode.split_once('-').unwrap_or((&luks.cipher_mode, ""));
+        let (vectors, vector_hash) = match vectors.split_once(':') {
+            Some((vectors, hash)) => (vectors, Some(hash)),
+            None => (vectors, None),
+        };
+        // XTS has two keys in one.
+        let keys = if mode == "xts" { 2 } else { 1 };
+        let name = format!("{}-{}", luks.cipher_name, u64::from(luks.key_length) * 8 / keys);
+        Cipher { name, mode, vectors, vector_hash }
+    }
+}
+
+fn encryption_json(method: &str, luks: Option<&LuksHeader>) -> Value {
+    let mut json = json!({ "format": method });
+    let Some(luks) = luks else { return json };
+    let cipher = Cipher::of(luks);
+    json["cipher-alg"] = cipher.name.into();
+    json["cipher-mode"] = cipher.mode.into();
+    json["ivgen-alg"] = cipher.vectors.into();
+    if let Some(hash) = cipher.vector_hash {
+        json["ivgen-hash-alg"] = hash.into();
+    }
+    json["hash-alg"] = luks.hash.as_str().into();
+    json["uuid"] = luks.uuid.as_str().into();
+    json["detached-header"] = false.into();
+    json["payload-offset"] = luks.payload_offset.into();
+    json["master-key-iters"] = luks.digest_iterations.into();
+    let slot = |slot: &KeySlot| {
+        let mut json = json!({ "active": slot.active, "key-offset": slot.key_offset });
+        if slot.active {
+            json["iters"] = slot.iterations.into();
+            json["stripes"] = slot.stripes.into();
+        }
+        json
+    };
+    json["slots"] = luks.slots.iter().map(slot).collect();
+    json
 }
 
 fn to_json(info: &ImageInfo) -> Value {
@@ -271,7 +350,7 @@ fn qcow2_json(json: &mut Value, qcow2: &Qcow2Info) {
         "refcount-bits": qcow2.refcount_bits,
     });
     if !qcow2.bitmaps.is_empty() {
-        let bitmap = |bitmap: &stillpoint_engine::offline::info::BitmapInfo| {
+        let bitmap = |bitmap: &BitmapInfo| {
             json!({
                 "flags": bitmap_flags(bitmap.in_use, bitmap.auto),
                 "name": bitmap.name,
@@ -282,7 +361,7 @@ fn qcow2_json(json: &mut Value, qcow2: &Qcow2Info) {
     }
     if let Some(method) = encryption_name(qcow2.crypt_method) {
         json["encrypted"] = true.into();
-        data["encrypt"] = json!({ "format": method });
+        data["encrypt"] = encryption_json(method, qcow2.luks.as_ref());
     }
     if qcow2.version >= 3 {
         data["lazy-refcounts"] = qcow2.lazy_refcounts.into();

@@ -6,15 +6,18 @@
 
 use stillpoint_format::qcow2::Header;
 use stillpoint_format::qcow2::bitmap::{AUTO, IN_USE};
+use stillpoint_format::qcow2::extension::Extension;
 use stillpoint_format::qcow2::features::{
     AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, INCOMPATIBLE_CORRUPT,
     INCOMPATIBLE_DATA_FILE, INCOMPATIBLE_DIRTY,
 };
 use stillpoint_format::qcow2::header::{CompressionType, CryptMethod};
-use stillpoint_io::{Queue, Result};
+use stillpoint_format::qcow2::luks::LENGTH;
+pub use stillpoint_format::qcow2::luks::{KeySlot, LuksHeader};
+use stillpoint_io::{Error, Kind, Queue, Result};
 
 use super::entries::{read_bitmaps, read_snapshots};
-use super::image::{Image, path_beside};
+use super::image::{Image, path_beside, read_bytes, refused};
 use crate::options::ImageFormat;
 
 /// What an image tells about itself.
@@ -49,6 +52,8 @@ pub struct Qcow2Info {
     pub backing_format: Option<String>,
     /// How the guest's bytes are encrypted.
     pub crypt_method: CryptMethod,
+    /// What the LUKS header tells without a key.
+    pub luks: Option<LuksHeader>,
     /// How compressed clusters are compressed.
     pub compression: CompressionType,
     /// Refcounts may lag behind while the image is open.
@@ -126,6 +131,31 @@ pub async fn info(queue: &Queue, image: &Image) -> Result<ImageInfo> {
     })
 }
 
+async fn read_luks_header(
+    queue: &Queue,
+    image: &Image,
+    header: &Header,
+) -> Result<Option<LuksHeader>> {
+    let place = header.extensions.iter().find_map(|extension| match extension {
+        Extension::Encryption { offset, .. } => Some(offset.0),
+        _ => None,
+    });
+    let Some(offset) = place.filter(|_| header.crypt_method == CryptMethod::Luks) else {
+        return Ok(None);
+    };
+    let file = &*image.file;
+    if offset >= file.end() {
+        let why = "it lies behind the end of the file";
+        return Err(Error::new(Kind::Corrupt, "read the LUKS header", why)
+            .file(file.name())
+            .at(offset));
+    }
+    let bytes = read_bytes(queue, file, offset..offset + LENGTH as u64).await?;
+    let luks = LuksHeader::decode(&bytes)
+        .map_err(|error| refused("read the LUKS header", &error, file, offset))?;
+    Ok(Some(luks))
+}
+
 async fn qcow2_info(queue: &Queue, image: &Image, header: &Header) -> Result<Qcow2Info> {
     let (snapshots, _) = read_snapshots(queue, &*image.file, header).await?;
     let bitmaps = read_bitmaps(queue, &*image.file, header).await?;
@@ -158,6 +188,7 @@ async fn qcow2_info(queue: &Queue, image: &Image, header: &Header) -> Result<Qco
         backing_path,
         backing_format: header.backing_format().map(str::to_owned),
         crypt_method: header.crypt_method,
+        luks: read_luks_header(queue, image, header).await?,
         compression: header.compression_type,
         lazy_refcounts: header.compatible & COMPATIBLE_LAZY_REFCOUNTS != 0,
         refcount_bits: header.geometry().refcount_bits(),

@@ -15,6 +15,7 @@
 //! | [`features`] | feature bits and the feature name table |
 //! | [`entry`] | L1 entries, L2 entries, extended L2 entries |
 //! | [`compressed`] | compressed cluster descriptors |
+//! | [`luks`] | the LUKS header, as far as it tells without a key |
 //! | [`refcount`] | refcount table entries and the elements of refcount blocks |
 //! | [`snapshot`] | snapshot table entries |
 //! | [`bitmap`] | bitmap directory entries and bitmap table entries |
@@ -29,6 +30,7 @@ pub mod extension;
 pub mod features;
 pub mod geometry;
 pub mod header;
+pub mod luks;
 pub mod refcount;
 pub mod snapshot;
 
