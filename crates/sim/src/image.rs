@@ -186,7 +186,7 @@ impl Inspector<'_> {
         for (index, block) in self.refcount_blocks()? {
             let bytes = self.world.read(self.name, block, self.geometry.cluster_size());
             for element in 0..per_block {
-                let count = refcount::get_in_block(&bytes, element, self.geometry.refcount_order);
+                let count = refcount::value_in_block(&bytes, element, self.geometry.refcount_order);
                 if count > 0 {
                     refcounts.insert(index * per_block + element, count);
                 }

@@ -345,7 +345,7 @@ async fn holds_mostly_holes(queue: &Queue, file: &dyn Storage, header: &Header) 
         let bytes = read_bytes(queue, file, offset..offset + geometry.cluster_size()).await?;
         let clusters = per_block.min(file_clusters - index * per_block);
         let counts =
-            (0..clusters).map(|i| refcount::get_in_block(&bytes, i, geometry.refcount_order));
+            (0..clusters).map(|i| refcount::value_in_block(&bytes, i, geometry.refcount_order));
         in_use += counts.filter(|&count| count != 0).count() as u64;
         if in_use >= threshold {
             return Ok(true);

@@ -77,7 +77,7 @@ pub const fn set(word: u64, index_in_word: u32, order: u32, value: u64) -> u64 {
 ///
 /// # Panics
 /// If the block is shorter than that.
-pub fn get_in_block(block: &[u8], index: u64, order: u32) -> u64 {
+pub fn value_in_block(block: &[u8], index: u64, order: u32) -> u64 {
     let (word, index_in_word) = locate(index, order);
     let bytes = block[word * 8..][..8].try_into().expect("eight bytes");
     get(u64::from_be_bytes(bytes), index_in_word, order)
@@ -157,7 +157,7 @@ mod tests {
                 model[index as usize] = value & mask(order);
             }
             for (index, value) in model.iter().enumerate() {
-                prop_assert_eq!(get_in_block(&block, index as u64, order), *value);
+                prop_assert_eq!(value_in_block(&block, index as u64, order), *value);
             }
         }
     }

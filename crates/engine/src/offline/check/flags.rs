@@ -54,7 +54,7 @@ impl Check<'_> {
             blocks.0.insert(offset, block);
         }
         let order = self.geometry.refcount_order;
-        Ok(refcount::get_in_block(&blocks.0[&offset], cluster % per_block, order))
+        Ok(refcount::value_in_block(&blocks.0[&offset], cluster % per_block, order))
     }
 
     async fn check_l1_flags(&mut self, repair: bool, blocks: &mut Blocks) -> Result<()> {

@@ -150,7 +150,7 @@ impl Check<'_> {
         let order = self.geometry.refcount_order;
         let mut changed = false;
         for (index, cluster) in (0..).zip(clusters) {
-            let refcount = refcount::get_in_block(block, index, order);
+            let refcount = refcount::value_in_block(block, index, order);
             let references = self.counts.references(cluster);
             if refcount | references == 0 {
                 continue;
