@@ -243,6 +243,7 @@ impl Reception<'_> {
         self.queues[index].run(Box::new(move |queue| {
             Box::pin(async move {
                 let _seat = seat;
+                let _bomb = AbortOnPanic;
                 tracing::debug!(peer, queue = index, "a client has connected");
                 match connection::serve(&queue, &stream, &hall).await {
                     Ok(end) => tracing::debug!(peer, ?end, "a client has left"),
@@ -250,6 +251,19 @@ impl Reception<'_> {
                 }
             })
         }));
+    }
+}
+
+/// A request that panicked may hold locks for ever: other guests would stall silently. Clients of a
+/// server that has gone reconnect to the next one.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("a request panicked; the server cannot go on");
+            std::process::abort();
+        }
     }
 }
 

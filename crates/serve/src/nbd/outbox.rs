@@ -22,6 +22,8 @@ use super::request::{Body, ContextRun, Failure};
 
 /// Payloads shorter than this are copied beside their header: cheaper than a piece of their own.
 const COPY_BYTES_MAX: usize = 1024;
+/// How much memory for heads is kept between batches, in bytes.
+const HEADS_KEPT_BYTES: usize = 64 << 10;
 
 /// The end of one request.
 pub(crate) struct Answer {
@@ -56,9 +58,10 @@ impl Outbox {
         self.reply_count == 0
     }
 
-    /// Forgets all replies, and gives back their memory; keeps its own for the next ones.
+    /// Forgets all replies, and gives back their memory; keeps a little of its own for the next ones.
     pub(crate) fn clear(&mut self) {
         self.heads.clear();
+        self.heads.shrink_to(HEADS_KEPT_BYTES);
         self.pieces.clear();
         self.reply_count = 0;
     }
@@ -89,7 +92,11 @@ impl Outbox {
                 self.data(style, &request, &payload);
                 self.payload(payload, grant);
             }
-            Ok(Body::Status(runs)) => self.status(style, &request, runs),
+            Ok(Body::Status(runs)) => {
+                self.status(style, &request, runs);
+                // Long as a payload, though it lies in the heads: its memory counts until it is sent.
+                self.piece(Segments::default(), grant);
+            }
             Err(failure) => self.failure(style, &request, &failure),
         }
     }
@@ -111,8 +118,12 @@ impl Outbox {
             self.heads.resize(start + payload.len(), 0);
             payload.copy_to(&mut self.heads[start..]);
         } else {
-            self.pieces.push(Piece { heads_end: self.heads.len(), payload, _grant: grant });
+            self.piece(payload, grant);
         }
+    }
+
+    fn piece(&mut self, payload: Segments, grant: Option<Grant>) {
+        self.pieces.push(Piece { heads_end: self.heads.len(), payload, _grant: grant });
     }
 
     fn status(&mut self, style: ReplyStyle, request: &Request, runs: [Option<Vec<ContextRun>>; 2]) {
