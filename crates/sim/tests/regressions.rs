@@ -5,7 +5,7 @@
 
 use stillpoint_engine::{ImageFormat, Options};
 use stillpoint_sim::make::{Content, Spec};
-use stillpoint_sim::workload::Step::{self, Discard, Write, Zeroes};
+use stillpoint_sim::workload::Step::{self, Discard, Flush, Write, Zeroes};
 use stillpoint_sim::{DiskSubject, History, Plan, Round, Script};
 
 fn spec(cluster_bits: u32, clusters: u64) -> Spec {
@@ -92,4 +92,27 @@ fn regression_a_growth_under_way_is_neither_committed_nor_cut() {
     let tasks: [&[Step]; 1] = [&[Write(0x3a00..0x3c00, true)]];
     play(100, &subject, &plan, &[(&tasks, WHOLE)]);
     play(100, &subject, &plan, &[(&tasks, 20)]);
+}
+
+/// Refcounts outlived the growth of the file that they counted: what is grown later was taken for
+/// free although it was counted.
+#[test]
+fn regression_counted_clusters_beyond_the_end_are_not_free() {
+    let subject = qcow2(spec(12, 40));
+    let first: [&[Step]; 1] = [&[Write(0..0x8000, false), Flush]];
+    let second: [&[Step]; 1] = [&[Write(0x8000..0x20000, false), Flush]];
+    play(300, &subject, &Plan::default(), &[(&first, 5), (&second, WHOLE)]);
+}
+
+/// Of two flushes at once one failed, and the other "succeeded" without what the first had lost.
+#[test]
+fn regression_a_flush_beside_a_failed_one_fails() {
+    let size = 64 << 10;
+    let options = Options { format: Some(ImageFormat::Raw), ..Options::default() };
+    let subject = DiskSubject { qcow2: None, size, backed: None, options };
+    let plan = Plan { flush_errors_permille: 300, ..Plan::default() };
+    let task = |start: u64| vec![Write(start..start + 4096, false), Flush, Flush];
+    let tasks: Vec<Vec<Step>> = (0..4).map(|task_index| task(task_index * 8192)).collect();
+    let tasks: Vec<&[Step]> = tasks.iter().map(Vec::as_slice).collect();
+    play(40, &subject, &plan, &[(&tasks, WHOLE)]);
 }

@@ -45,16 +45,18 @@ impl Qcow2 {
         }
         writer.committer.latch.check()?;
         let old_end = allocator.end();
-        let (end, table_clusters) = self.grow_file(queue, old_end).await?;
+        let growth = self.grow_file(queue, old_end).await?;
+        let end = growth.end;
 
         let geometry = self.geometry();
         let (bits, per_block) = (geometry.cluster_bits, geometry.refcounts_per_block());
-        let table = old_end..old_end + table_clusters;
+        let table = growth.start..growth.start + growth.table_clusters;
         let mut used = vec![table.clone()];
         let mut blocks = Vec::new();
         for index in old_end / per_block..=(end - 1) / per_block {
             if !writer.refcounts.has_block(index * per_block) {
-                let place = (index * per_block).max(used.last().map_or(old_end, |last| last.end));
+                let free = used.last().map_or(growth.start, |last| last.end);
+                let place = (index * per_block).max(free);
                 blocks.push((index, place << bits));
                 used.push(place..place + 1);
             }
@@ -73,16 +75,19 @@ impl Qcow2 {
         for cluster in &counted {
             writer.refcounts.publish(cluster, geometry);
         }
-        let replaced = writer.refcounts.link_blocks(&blocks, table.start << bits, table_clusters);
+        let replaced =
+            writer.refcounts.link_blocks(&blocks, table.start << bits, growth.table_clusters);
         if let Some((first, count)) = replaced {
             writer.releases.push(Freed::clusters(first, count));
         }
-        allocator.grown(between(old_end..end, &used).into_iter(), end);
+        let mut taken = growth.counted;
+        taken.extend(used);
+        allocator.grown(between(old_end..end, &taken).into_iter(), end);
         Ok(())
     }
 
-    /// Makes the file longer; returns its new end, and how many clusters a new refcount table needs.
-    async fn grow_file(&self, queue: &Queue, old_end: u64) -> Result<(u64, u64)> {
+    /// Makes the file longer.
+    async fn grow_file(&self, queue: &Queue, old_end: u64) -> Result<Growth> {
         let bits = self.geometry().cluster_bits;
         let means = self.policy.grow.0;
         let mut step = self.growth_step();
@@ -95,13 +100,14 @@ impl Qcow2 {
             .file(self.file.name()));
         }
         loop {
-            let (end, table_clusters) = self.growth_target(old_end, step);
-            if end << bits >= 1 << 56 {
+            let growth = self.plan_growth(queue, old_end, step).await?;
+            let end = growth.end << bits;
+            if end >= 1 << 56 {
                 let why = "the file would exceed the largest host offset of the format";
                 return Err(Error::new(Kind::Limit, "grow the image", why).file(self.file.name()));
             }
-            match self.file.manage(queue, Manage::Grow { end: end << bits, means }).await {
-                Ok(_) => return Ok((end, table_clusters)),
+            match self.file.manage(queue, Manage::Grow { end, means }).await {
+                Ok(_) => return Ok(growth),
                 // R6: no space before any write that depends on it is the guest's error alone. Less
                 // may still fit.
                 Err(error) if error.kind() == Kind::NoSpace && step > 1 => step /= 2,
@@ -110,12 +116,50 @@ impl Qcow2 {
         }
     }
 
+    /// Chooses the end to grow to. Clusters beyond the present end may be counted already: a crash
+    /// lost the file's length and kept the refcounts (leaks), or somebody else mapped them. They are
+    /// never handed out, and new tables come after the last of them.
+    async fn plan_growth(&self, queue: &Queue, old_end: u64, step: u64) -> Result<Growth> {
+        /// More would be no crash's doing.
+        const ROUNDS_MAX: usize = 64;
+        let refcounts = &self.writer().refcounts;
+        let per_slice = refcounts.per_slice();
+        let mut counted: Vec<Range<u64>> = Vec::new();
+        let (mut start, mut seen) = (old_end, old_end);
+        for _ in 0..ROUNDS_MAX {
+            let (end, table_clusters) = self.growth_target(start, step);
+            while seen < end {
+                let slice_end = (seen / per_slice + 1) * per_slice;
+                let part = seen..slice_end.min(end);
+                seen = part.end;
+                if !refcounts.has_block(part.start) {
+                    continue;
+                }
+                let slice = self.refcount_slice(queue, part.start).await?;
+                let slice = slice.pin();
+                for cluster in part.filter(|&cluster| refcounts.count_in(&slice, cluster) != 0) {
+                    match counted.last_mut() {
+                        Some(range) if range.end == cluster => range.end += 1,
+                        _ => counted.push(cluster..cluster + 1),
+                    }
+                }
+            }
+            let after = counted.last().map_or(start, |last| last.end);
+            if after <= start {
+                return Ok(Growth { start, end, table_clusters, counted });
+            }
+            start = after;
+        }
+        let why = "the refcounts count everything beyond the file's end";
+        Err(self.corrupt("grow the image", old_end << self.geometry().cluster_bits, why))
+    }
+
     /// The end to grow to, and the clusters of the new refcount table that it takes.
-    fn growth_target(&self, old_end: u64, step: u64) -> (u64, u64) {
+    fn growth_target(&self, start: u64, step: u64) -> (u64, u64) {
         let mut table_clusters = 0;
         loop {
             // The table, a block for each range that it may touch, and something to use.
-            let end = old_end + step.max(table_clusters + table_clusters / 32 + 4);
+            let end = start + step.max(table_clusters + table_clusters / 32 + 4);
             let needed = self.table_growth(end);
             if needed <= table_clusters {
                 return (end, table_clusters);
@@ -135,6 +179,17 @@ impl Qcow2 {
         }
         (need.max(have + have / 2) * 8).div_ceil(geometry.cluster_size()) + 1
     }
+}
+
+/// A step that the file grows by, in clusters.
+struct Growth {
+    /// Where new tables may begin.
+    start: u64,
+    end: u64,
+    /// The clusters of a new refcount table; 0 if the present one suffices.
+    table_clusters: u64,
+    /// What is counted already.
+    counted: Vec<Range<u64>>,
 }
 
 /// The parts of `all` that `used` leaves, which is in ascending order.
