@@ -2,8 +2,8 @@
 //!
 //! A request's memory is granted before it is allocated, and given back when its reply has been
 //! sent. A connection that gets no grant stops reading its socket, so the client feels the bound as
-//! a slow server, never as a failure. Somebody who holds memory and moves nothing while others wait
-//! is found by [`Budget::is_short`] and put out by the connection's guard.
+//! a slow server, never as a failure. Whoever holds memory and moves nothing while others wait is
+//! put out by the connection's guard.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
