@@ -338,9 +338,9 @@ fn check_finds_the_damage_that_qemu_img_finds() {
 #[test]
 fn repair_leaves_what_qemu_img_finds_clean() {
     let folder = folder();
-    for damage in DAMAGES {
+    for (damage, cache) in DAMAGES.iter().zip(["writeback", "none"].into_iter().cycle()) {
         damaged(folder.path(), damage);
-        let repaired = ours(folder.path(), &["check", "-r", "all", "c.qcow2"]);
+        let repaired = ours(folder.path(), &["check", "-T", cache, "-r", "all", "c.qcow2"]);
         let (again, theirs) = (
             ours(folder.path(), &["check", "c.qcow2"]),
             qemu_img(folder.path(), &["check", "c.qcow2"]),

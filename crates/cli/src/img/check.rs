@@ -5,11 +5,12 @@ use serde_json::{Map, Value};
 use stillpoint_engine::ImageFormat;
 use stillpoint_engine::offline::check::{Finding, Repair, Report, check};
 use stillpoint_engine::offline::image::probe_format;
-use stillpoint_host::HostFiles;
+use stillpoint_host::{Cache, HostFiles};
 use stillpoint_io::{Access, Files, Kind, Queue, Result};
 
 use super::{Complaint, Ending, ImageArgs, Output, Target, finish, invalid, run_on_loop, text};
 use crate::Tool;
+use crate::options::{CACHES, choose};
 
 /// Find, and repair, what contradicts itself in an image
 ///
@@ -23,6 +24,10 @@ pub struct CheckArgs {
     /// What may be repaired
     #[arg(short, long, value_name = "leaks|all")]
     repair: Option<RepairArg>,
+
+    /// What stands between a repair's writes and the disk
+    #[arg(short = 'T', long, value_parser = choose(CACHES), default_value = "writeback")]
+    cache: Cache,
 
     /// How the result is printed
     #[arg(long, default_value = "human")]
@@ -51,12 +56,20 @@ pub fn run(args: &CheckArgs, tool: Tool) -> Result<u8> {
         if args.repair.is_some() && target.access == Access::ReadUnlocked {
             return Err(invalid("--repair and --force-share cannot be used together"));
         }
-        run_on_loop(async |queue, files| check_image(&queue, files, &target, args).await)
+        run_on_loop(args.cache, async |queue, files| {
+            check_image(&queue, files, &target, args, tool).await
+        })
     })();
     finish(tool, "check", ending)
 }
 
-async fn check_image(queue: &Queue, files: HostFiles, target: &Target, args: &CheckArgs) -> Ending {
+async fn check_image(
+    queue: &Queue,
+    files: HostFiles,
+    target: &Target,
+    args: &CheckArgs,
+    tool: Tool,
+) -> Ending {
     let repair = match args.repair {
         None => Repair::Nothing,
         Some(RepairArg::Leaks) => Repair::Leaks,
@@ -70,7 +83,7 @@ async fn check_image(queue: &Queue, files: HostFiles, target: &Target, args: &Ch
         None => probe_format(queue, &*file).await.map_err(&opening)?,
     };
     if format == ImageFormat::Raw {
-        eprintln!("qemu-img: This image format does not support checks");
+        eprintln!("{}: This image format does not support checks", tool.name());
         return Ok(CODE_UNSUPPORTED);
     }
     let mut tell = |finding: &Finding| eprintln!("{finding}");

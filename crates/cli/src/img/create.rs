@@ -4,7 +4,7 @@ use clap::Args;
 use stillpoint_engine::offline::CompressionType;
 use stillpoint_engine::offline::create::{Preallocation, Qcow2Options, create_qcow2, create_raw};
 use stillpoint_engine::offline::image::{Image, format_by_name};
-use stillpoint_host::HostFiles;
+use stillpoint_host::{Cache, HostFiles};
 use stillpoint_io::{Access, Error, Kind, Queue, Result};
 
 use super::create_options::{CreateOptions, OptionValue};
@@ -71,7 +71,9 @@ pub fn run(args: &CreateArgs, tool: Tool) -> Result<u8> {
         Ok(size) => size,
         Err(refusal) => return refuse(tool, refusal),
     };
-    let made = run_on_loop(async |queue, files| make(&queue, files, args, name, size).await)?;
+    let made = run_on_loop(Cache::Writeback, async |queue, files| {
+        make(&queue, files, args, name, size).await
+    })?;
     match made {
         Ok(()) => Ok(0),
         Err(refusal) => refuse(tool, format!("{name}: {refusal}")),

@@ -10,7 +10,7 @@ use stillpoint_engine::offline::info::{
     BitmapInfo, ImageInfo, KeySlot, LuksHeader, Qcow2Info, SnapshotInfo, info,
 };
 use stillpoint_engine::offline::{CompressionType, CryptMethod};
-use stillpoint_host::HostFiles;
+use stillpoint_host::{Cache, HostFiles};
 use stillpoint_io::{Error, Kind, Queue, Result};
 
 use super::text::{human_size, print_json};
@@ -34,7 +34,7 @@ pub struct InfoArgs {
 
 pub fn run(args: &InfoArgs, tool: Tool) -> Result<u8> {
     let ending = args.image.target().and_then(|target| {
-        run_on_loop(async |queue, files| tell(&queue, files, &target, args).await)
+        run_on_loop(Cache::Writeback, async |queue, files| tell(&queue, files, &target, args).await)
     });
     finish(tool, "info", ending)
 }

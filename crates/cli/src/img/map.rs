@@ -4,7 +4,7 @@ use std::io::{BufWriter, Write};
 
 use clap::Args;
 use stillpoint_engine::offline::map::{Extent, Map};
-use stillpoint_host::HostFiles;
+use stillpoint_host::{Cache, HostFiles};
 use stillpoint_io::{Error, Queue, Result};
 
 use super::{Complaint, Ending, ImageArgs, Output, Target, finish, run_on_loop, text};
@@ -43,8 +43,8 @@ pub fn run(args: &MapArgs, tool: Tool) -> Result<u8> {
         }
     }
     let ending = args.image.target().and_then(|target| {
-        run_on_loop(async |queue, files| {
-            print_map(&queue, files, &target, range, args.output).await
+        run_on_loop(Cache::Writeback, async |queue, files| {
+            print_map(&queue, files, &target, range, args.output, tool).await
         })
     });
     finish(tool, "map", ending)
@@ -56,12 +56,14 @@ async fn print_map(
     target: &Target,
     [start, length_max]: [u64; 2],
     output: Output,
+    tool: Tool,
 ) -> Ending {
     let opening = Complaint::opening(&target.name);
     let map = Map::open(queue, &files, &target.name, target.format, target.access).await;
     let mut map = map.map_err(&opening)?;
     let end = map.size().min(start.saturating_add(length_max));
-    let mut printer = Printer { out: BufWriter::new(std::io::stdout()), output, is_first: true };
+    let mut printer =
+        Printer { out: BufWriter::new(std::io::stdout()), output, is_first: true, tool };
     let printed = |error: std::io::Error| opening(Error::from_std("print the map", &error));
 
     printer.begin().map_err(printed)?;
@@ -92,6 +94,7 @@ struct Printer<W: Write> {
     out: W,
     output: Output,
     is_first: bool,
+    tool: Tool,
 }
 
 impl<W: Write> Printer<W> {
@@ -120,7 +123,8 @@ impl<W: Write> Printer<W> {
                 None => {
                     self.out.flush()?;
                     eprintln!(
-                        "qemu-img: File contains external, encrypted or compressed clusters."
+                        "{}: File contains external, encrypted or compressed clusters.",
+                        self.tool.name()
                     );
                     return Ok(false);
                 }

@@ -132,11 +132,12 @@ fn parse_image_options(text: &str, access: Access) -> Result<Target> {
     Ok(target)
 }
 
-/// Runs a verb on an event loop, through the page cache: offline work gains from it, and other tools
-/// look at the same files right afterwards. Where io_uring is forbidden threads do as well.
-fn run_on_loop<T>(main: impl AsyncFn(Queue, HostFiles) -> T) -> Result<T> {
+/// Runs a verb on an event loop. Most go through the page cache: offline work gains from it, and
+/// other tools look at the same files right afterwards. Where io_uring is forbidden threads do as
+/// well.
+fn run_on_loop<T>(cache: Cache, main: impl AsyncFn(Queue, HostFiles) -> T) -> Result<T> {
     let run = |aio| {
-        let files = HostFiles::new(aio, Cache::Writeback);
+        let files = HostFiles::new(aio, cache);
         let options = LoopOptions { aio, ..LoopOptions::default() };
         stillpoint_host::run(options, async |queue| main(queue, files).await)
     };
@@ -184,6 +185,10 @@ fn finish(tool: Tool, verb: &str, ending: Result<Ending>) -> Result<u8> {
                 eprintln!("Try 'qemu-img {verb} --help' for more info");
             }
             Ok(1)
+        }
+        Err(error) if error.kind() == Kind::Invalid => {
+            eprintln!("{}: {}", tool.name(), error.why());
+            Ok(tool.usage_code())
         }
         Err(error) => Err(error),
     }

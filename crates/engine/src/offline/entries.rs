@@ -8,7 +8,8 @@ use stillpoint_format::qcow2::snapshot::{self, Snapshot, TABLE_SIZE_MAX};
 use stillpoint_format::qcow2::{Geometry, Header};
 use stillpoint_io::{Error, Kind, Queue, Result, Storage};
 
-use super::image::{read_bytes, refused};
+use super::image::read_bytes;
+use crate::qcow2::refused;
 
 const WINDOW_SIZE: u64 = 64 << 10;
 
@@ -63,7 +64,7 @@ impl<'a> Entries<'a> {
         geometry: Geometry,
     ) -> Result<T> {
         let (file, offset) = (self.file, self.offset);
-        let refuse = |error| refused(op, &error, file, offset);
+        let refuse = |error| refused(&error, op, file.name(), offset);
         let length = length(self.peek(fixed as u64).await?).map_err(refuse)? as u64;
         let entry = decode(self.peek(length).await?, geometry).map_err(refuse)?;
         self.offset += length;

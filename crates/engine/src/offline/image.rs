@@ -10,10 +10,12 @@ use std::sync::Arc;
 use stillpoint_format::qcow2::Header;
 use stillpoint_format::qcow2::header::{PROBE_LENGTH, is_qcow2, probe};
 use stillpoint_io::{
-    Access, Durability, Error, Files, Kind, Queue, Result, Segments, Storage, Value,
+    Access, Durability, Error, Files, GrowMeans, Kind, Manage, Queue, Result, Segments, Storage,
+    Value,
 };
 
 use crate::options::ImageFormat;
+use crate::qcow2::refused;
 
 /// The most images in a backing chain.
 pub const CHAIN_LENGTH_MAX: usize = 256;
@@ -27,17 +29,6 @@ pub struct Image {
     pub file: Arc<dyn Storage>,
     /// Its header, if it is a qcow2 image; none means raw.
     pub header: Option<Header>,
-}
-
-/// Turns a codec's refusal into an error about a file.
-pub(crate) fn refused(
-    op: &'static str,
-    error: &stillpoint_format::Error,
-    file: &dyn Storage,
-    offset: u64,
-) -> Error {
-    let kind = if error.is_unsupported() { Kind::Unsupported } else { Kind::Corrupt };
-    Error::new(kind, op, error.to_string()).file(file.name()).at(offset)
 }
 
 impl Image {
@@ -176,10 +167,10 @@ pub(crate) async fn read_header(
         let error = Error::new(Kind::Invalid, OP, "Image is not in qcow2 format");
         return Err(error.file(file.name()));
     }
-    let probe = probe(&start).map_err(|error| refused(OP, &error, file, 0))?;
+    let probe = probe(&start).map_err(|error| refused(&error, OP, file.name(), 0))?;
     let cluster = read_bytes(queue, file, 0..probe.cluster_size).await?;
     let header =
-        decode(&cluster, Some(file.end())).map_err(|error| refused(OP, &error, file, 0))?;
+        decode(&cluster, Some(file.end())).map_err(|error| refused(&error, OP, file.name(), 0))?;
     let unknown = header.unknown_incompatible();
     if unknown.is_empty() {
         return Ok(header);
@@ -206,7 +197,7 @@ pub(crate) async fn read_bytes(
     Ok(segments.slice(start..start + (range.end - range.start) as usize).to_vec())
 }
 
-/// Writes bytes of any alignment below the end of the file.
+/// Writes bytes of any alignment that end below the end of the file.
 pub(crate) async fn write_bytes(
     queue: &Queue,
     file: &dyn Storage,
@@ -215,6 +206,11 @@ pub(crate) async fn write_bytes(
 ) -> Result<()> {
     let range = offset..offset + bytes.len() as u64;
     let aligned = around(&range, file.facts().request_align.into());
+    if aligned.end > file.end() {
+        // Direct I/O writes whole blocks, the file's last one too; R3 asks for its end first.
+        let grow = Manage::Grow { end: aligned.end, means: GrowMeans::Truncate };
+        file.manage(queue, grow).await?;
+    }
     let segments = if aligned == range {
         Segments::from_slice(bytes)
     } else {

@@ -17,8 +17,9 @@ pub use stillpoint_format::qcow2::luks::{KeySlot, LuksHeader};
 use stillpoint_io::{Error, Kind, Queue, Result};
 
 use super::entries::{read_bitmaps, read_snapshots};
-use super::image::{Image, path_beside, read_bytes, refused};
+use super::image::{Image, path_beside, read_bytes};
 use crate::options::ImageFormat;
+use crate::qcow2::refused;
 
 /// What an image tells about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,7 +153,7 @@ async fn read_luks_header(
     }
     let bytes = read_bytes(queue, file, offset..offset + LENGTH as u64).await?;
     let luks = LuksHeader::decode(&bytes)
-        .map_err(|error| refused("read the LUKS header", &error, file, offset))?;
+        .map_err(|error| refused(&error, "read the LUKS header", file.name(), offset))?;
     Ok(Some(luks))
 }
 

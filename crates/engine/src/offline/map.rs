@@ -16,8 +16,9 @@ use stillpoint_format::qcow2::{Geometry, Header, refcount};
 use stillpoint_format::{GuestOffset, HostOffset};
 use stillpoint_io::{Access, Files, Queue, Result, Storage, Value};
 
-use super::image::{Image, PIECE_SIZE, read_bytes, read_words, refused};
+use super::image::{Image, PIECE_SIZE, read_bytes, read_words};
 use crate::options::ImageFormat;
+use crate::qcow2::refused;
 
 const OP: &str = "map the image";
 
@@ -205,7 +206,7 @@ impl Layer {
         let word = self.l1_word(queue, split.l1_index).await?;
         let entry = L1Entry::decode(word, geometry).map_err(|error| {
             let offset = header.l1_table_offset.0 + split.l1_index * 8;
-            refused(OP, &error, &*self.image.file, offset)
+            refused(&error, OP, self.image.file.name(), offset)
         })?;
         let covers = geometry.l2_table_covers();
         let Some(table) = entry.table else {
@@ -263,7 +264,7 @@ impl Layer {
         let encrypted = header.crypt_method != CryptMethod::None;
         let refuse = |error| {
             let offset = self.l2.0 + index * geometry.l2_entry_size();
-            refused(OP, &error, &*self.image.file, offset)
+            refused(&error, OP, self.image.file.name(), offset)
         };
         let at = |host: HostOffset| Some(host.0 + in_cluster);
         let data = |host| Answer::Data { host_offset: host, compressed: false };
@@ -339,7 +340,7 @@ async fn holds_mostly_holes(queue: &Queue, file: &dyn Storage, header: &Header) 
     let mut in_use = 0;
     for (index, &word) in (0..).zip(&table) {
         let block = refcount::decode_table_entry(word, geometry).map_err(|error| {
-            refused(OP, &error, file, header.refcount_table_offset.0 + index * 8)
+            refused(&error, OP, file.name(), header.refcount_table_offset.0 + index * 8)
         })?;
         let Some(HostOffset(offset)) = block.filter(|block| block.0 < file.end()) else { continue };
         let bytes = read_bytes(queue, file, offset..offset + geometry.cluster_size()).await?;

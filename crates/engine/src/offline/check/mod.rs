@@ -33,7 +33,7 @@ use stillpoint_format::qcow2::features::{
     AUTOCLEAR_KNOWN, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DATA_FILE, INCOMPATIBLE_DIRTY,
 };
 use stillpoint_format::qcow2::{Geometry, Header};
-use stillpoint_io::{Error, Kind, Queue, Result, Storage};
+use stillpoint_io::{Queue, Result, Storage};
 
 use super::image::{read_header, write_bytes};
 use counts::Counts;
@@ -104,9 +104,19 @@ pub async fn check(
 ) -> Result<Report> {
     let file = &**file;
     let header = read_header(queue, file, |bytes, _| Header::decode_for_repair(bytes)).await?;
+    let run = run(queue, file, header, repair, found);
+    run.await.map_err(|error| error.file(file.name()))
+}
+
+async fn run(
+    queue: &Queue,
+    file: &dyn Storage,
+    header: Header,
+    repair: Repair,
+    found: &mut dyn FnMut(&Finding),
+) -> Result<Report> {
     let geometry = header.geometry();
-    let counts =
-        Counts::new(geometry.clusters_for(file.end())).map_err(|error| error.file(file.name()))?;
+    let counts = Counts::new(geometry.clusters_for(file.end()))?;
     let report = Report { total_clusters: geometry.clusters_for(header.size), ..Report::default() };
     let mut check = Check {
         queue,
@@ -173,10 +183,5 @@ impl Check<'_> {
             self.file.flush(self.queue).await?;
         }
         Ok(())
-    }
-
-    fn beyond_memory(&self, error: Error) -> Error {
-        debug_assert_eq!(error.kind(), Kind::Limit);
-        error.file(self.file.name())
     }
 }

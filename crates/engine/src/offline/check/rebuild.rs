@@ -37,7 +37,7 @@ impl Check<'_> {
         }
         if tables << bits > REFCOUNT_TABLE_SIZE_MAX {
             let why = "the refcount table would be longer than 8 MiB";
-            return Err(Error::new(Kind::Limit, OP, why).file(self.file.name()));
+            return Err(Error::new(Kind::Limit, OP, why));
         }
         self.counts.extend(end - start);
         self.count(start << bits..end << bits)?;
@@ -97,7 +97,7 @@ impl Check<'_> {
             let index = cluster / per_block;
             if index >= index_max {
                 let why = "clusters in use lie beyond what a refcount table can cover";
-                return Err(Error::new(Kind::Limit, OP, why).file(self.file.name()));
+                return Err(Error::new(Kind::Limit, OP, why));
             }
             let clusters = index * per_block..(index + 1) * per_block;
             let clusters = cluster..clusters.end.min(self.counts.clusters());
@@ -125,7 +125,7 @@ impl Check<'_> {
                      bits",
                     self.geometry.refcount_bits()
                 );
-                return Err(Error::new(Kind::Unsupported, OP, why).file(self.file.name()));
+                return Err(Error::new(Kind::Unsupported, OP, why));
             }
             refcount::set_in_block(&mut block, i, self.geometry.refcount_order, references);
             self.flags_suspect |= self.counts.flag_contradicts(cluster, references);

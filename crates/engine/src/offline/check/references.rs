@@ -139,8 +139,7 @@ impl Check<'_> {
             return Ok(false);
         }
         for cluster in clusters {
-            let added = self.counts.add(cluster, references);
-            added.map_err(|error| self.beyond_memory(error))?;
+            self.counts.add(cluster, references)?;
         }
         Ok(true)
     }
@@ -188,10 +187,7 @@ impl Check<'_> {
     fn note_flag(&mut self, offset: Option<u64>, word: u64) -> Result<()> {
         let copied = word & COPIED != 0;
         match offset {
-            Some(offset) => {
-                let noted = self.counts.note_flag(offset >> self.geometry.cluster_bits, copied);
-                noted.map_err(|error| self.beyond_memory(error))
-            }
+            Some(offset) => self.counts.note_flag(offset >> self.geometry.cluster_bits, copied),
             None => {
                 // Whatever lies there, nobody counts it.
                 self.flags_suspect |= copied;
@@ -217,7 +213,7 @@ impl Check<'_> {
         let total: u64 = snapshots.iter().map(|s| u64::from(s.l1_entry_count) * 8).sum();
         if total > L1_TOTAL_MAX {
             let why = "the snapshots' L1 tables take more than 4 GiB";
-            return Err(Error::new(Kind::Limit, "count references", why).file(self.file.name()));
+            return Err(Error::new(Kind::Limit, "count references", why));
         }
         for snapshot in snapshots {
             let range = self.table_range(snapshot.l1_table_offset, snapshot.l1_entry_count);
