@@ -451,7 +451,7 @@ fn backing_name_range(
     cluster_size: u64,
 ) -> Result<Option<std::ops::Range<usize>>> {
     let (offset, length) = (fields.u64(8), u64::from(fields.u32(16)));
-    if offset == 0 || length == 0 {
+    if offset == 0 {
         return Ok(None);
     }
     let rule = "a file name has at most 1023 bytes";
@@ -460,6 +460,9 @@ fn backing_name_range(
         && offset.checked_add(length).is_some_and(|end| end <= cluster_size);
     let rule = "the backing name must lie between the header's fields and the first cluster's end";
     require(inside, STRUCTURE, 8, rule, offset)?;
+    if length == 0 {
+        return Ok(None);
+    }
     Ok(Some(offset as usize..(offset + length) as usize))
 }
 
