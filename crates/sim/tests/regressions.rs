@@ -116,3 +116,16 @@ fn regression_a_flush_beside_a_failed_one_fails() {
     let tasks: Vec<&[Step]> = tasks.iter().map(Vec::as_slice).collect();
     play(40, &subject, &plan, &[(&tasks, WHOLE)]);
 }
+
+/// A commit failed, and what it had taken was no longer dirty: an overwrite beside it took its mapping
+/// for durable, and was answered.
+#[test]
+fn regression_durable_overwrite_beside_a_failed_commit_fails() {
+    let subject = qcow2(spec(16, 8));
+    let plan = Plan { flush_errors_permille: 300, ..Plan::default() };
+    let task =
+        |start: u64| vec![Write(start..start + 4096, false), Write(start..start + 4096, true)];
+    let tasks: Vec<Vec<Step>> = (0..6).map(|task_index| task(task_index * 4096)).collect();
+    let tasks: Vec<&[Step]> = tasks.iter().map(Vec::as_slice).collect();
+    play(200, &subject, &plan, &[(&tasks, WHOLE)]);
+}

@@ -96,10 +96,13 @@ impl Qcow2 {
     /// Whether every mapping is durable: no metadata awaits a commit, and none is being committed.
     pub(crate) fn is_clean(&self) -> bool {
         let writer = self.writer();
-        writer.committer.commits.is_idle()
-            && self.l2.is_clean()
+        // ORDER: idle after dirty, since a commit that begins in between has taken what was dirty and
+        // not ended; the latch last, since a commit that failed has closed it before it ended.
+        self.l2.is_clean()
             && self.l1.is_clean()
             && writer.refcounts.is_clean()
+            && writer.committer.commits.is_idle()
+            && writer.committer.latch.check().is_ok()
     }
 
     async fn commit_now(&self, queue: &Queue) -> Done {
@@ -275,7 +278,7 @@ impl Work<'_> {
             let bytes = Segments::from_slice(&bytes);
             self.image.file.write(queue, offset, bytes, Durability::Volatile)
         });
-        join_all(writes).await.into_iter().map(|result| result.map(|_| ())).collect()
+        join_all(writes).await.into_iter().try_for_each(|result| result.map(|_| ()))
     }
 
     /// Makes everything dirty again that was taken.

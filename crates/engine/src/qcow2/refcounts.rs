@@ -81,7 +81,7 @@ impl Refcounts {
 
     /// Refcounts in a slice.
     pub(crate) fn per_slice(&self) -> u64 {
-        self.slice_bytes * 8 >> self.geometry.refcount_order
+        (self.slice_bytes * 8) >> self.geometry.refcount_order
     }
 
     fn block_index(&self, cluster: u64) -> u64 {
@@ -108,8 +108,7 @@ impl Refcounts {
 
     fn place(&self, cluster: u64) -> (usize, u32) {
         let index = cluster % self.per_slice();
-        let (word, within) = refcount::locate(index, self.geometry.refcount_order);
-        (word as usize, within)
+        refcount::locate(index, self.geometry.refcount_order)
     }
 
     /// The refcount of `cluster`, which this slice counts.

@@ -60,23 +60,36 @@ impl Qcow2 {
         data: &Segments,
         durability: Durability,
     ) -> Done {
-        let (key, _) = self.locate(offset);
-        // While every mapping is durable, an overwrite can be made durable by itself.
-        if durability == Durability::Durable && self.is_clean() {
-            let slice = self.slice_for_writing(queue, key).await?;
-            if self.slice_covers() - offset % self.slice_covers() >= data.len() as u64
-                && let Some(host) = self.in_place(&slice, offset, data.len() as u64)?
-            {
-                drop(slice);
-                self.file.write(queue, host, data.clone(), Durability::Durable).await?;
-                return Ok(());
-            }
+        if durability == Durability::Durable
+            && let Some(host) = self.durable_in_place(queue, offset, data.len() as u64).await?
+        {
+            self.file.write(queue, host, data.clone(), Durability::Durable).await?;
+            return Ok(());
         }
         self.write_volatile(queue, offset, data).await?;
         match durability {
             Durability::Volatile => Ok(()),
             Durability::Durable => self.commit(queue).await,
         }
+    }
+
+    /// Where the range lies, if its mapping is in place and durable: an overwrite there can be made
+    /// durable by itself.
+    async fn durable_in_place(
+        &self,
+        queue: &Queue,
+        offset: u64,
+        length: u64,
+    ) -> Result<Option<u64>> {
+        let covers = self.slice_covers();
+        if offset % covers + length > covers || !self.is_clean() {
+            return Ok(None);
+        }
+        let (key, _) = self.locate(offset);
+        let slice = self.slice_for_writing(queue, key).await?;
+        let host = self.in_place(&slice, offset, length)?;
+        // ORDER: asked after the mapping was seen, which may have been published just now.
+        Ok(host.filter(|_| self.is_clean()))
     }
 
     async fn write_volatile(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
