@@ -8,6 +8,8 @@
 . "$(dirname "$0")/lib.sh"
 
 real=$STILLPOINT
+exec 3>&1
+tell() { echo "     $*" | tee /dev/fd/3; }
 
 # traced_life IMAGE NAME: serves it, stops it, and leaves its calls in $work/NAME.*, a file per thread.
 traced_life() {
@@ -57,7 +59,8 @@ opens_alike() { # empty|filled
     local more=$(($(awk '/^bytes/ { print $2 }' "$work/large.calls") - $(awk '/^bytes/ { print $2 }' "$work/small.calls")))
     # An L1 entry of 8 bytes maps 512 MiB.
     local l1=$((8 * (10 * 2048 - 2)))
-    echo "bytes read more: $more, the L1 tables' difference: $l1"
+    tell "$(awk '!/^bytes/ { sum += $2 } END { print sum }' "$work/small.calls") calls on either;" \
+        "bytes read more: $more, the L1 tables' difference: $l1"
     [ $more = $l1 ]
     clean "$large"
 }
