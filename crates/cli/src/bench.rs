@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use stillpoint_engine::{Disk, ImageFormat, Options};
-use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions, run as run_loop, spawn_thread};
+use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions, Reach, run as run_loop, spawn_thread};
 use stillpoint_io::{Access, Background, Durability, Error, Files, Kind, Queue, Result, Segments};
 use stillpoint_serve::slots::Slots;
 
@@ -187,7 +187,8 @@ pub fn run(args: &BenchArgs, _tool: Tool) -> Result<u8> {
     let options = LoopOptions { aio, depth: args.depth };
     let background = Arc::new(spawn_thread("background", options)?);
     let time = run_loop(options, async |queue| {
-        let files: Arc<dyn Files> = Arc::new(HostFiles::new(aio, args.cache));
+        let files: Arc<dyn Files> =
+            Arc::new(HostFiles::new(aio, args.cache).reaching(Reach::Anywhere));
         let background: Arc<dyn Background> = background.clone();
         let disk = Disk::open(&queue, &files, &background, &path, args.engine()).await?;
         if args.output == Output::Human {

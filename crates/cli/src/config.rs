@@ -48,11 +48,7 @@ fn parse(text: &str) -> Result<Config, String> {
     };
     let mut flags = Vec::new();
     for (key, value) in table {
-        let values = match value {
-            Value::Array(values) => values,
-            value => vec![value],
-        };
-        for value in values {
+        for value in values(value) {
             flags.push(format!("--{key}={}", scalar(&key, value)?));
         }
     }
@@ -70,11 +66,21 @@ fn image(value: Value) -> Result<ImageSpec, String> {
     let mut take = |key| table.remove(key).map(|value| scalar(key, value)).transpose();
     let name = take("name")?;
     let path = take("path")?.ok_or("an image has no path")?;
-    let pairs = table.into_iter().map(|(key, value)| {
-        let value = scalar(&key, value)?;
-        Ok((key, Some(value)))
-    });
-    Ok(ImageSpec { name, path, pairs: pairs.collect::<Result<_, String>>()? })
+    let mut pairs = Vec::new();
+    for (key, value) in table {
+        for value in values(value) {
+            pairs.push((key.clone(), Some(scalar(&key, value)?)));
+        }
+    }
+    Ok(ImageSpec { name, path, pairs })
+}
+
+/// What stands for one flag each: a list's members, or the one value.
+fn values(value: Value) -> Vec<Value> {
+    match value {
+        Value::Array(values) => values,
+        value => vec![value],
+    }
 }
 
 fn scalar(key: &str, value: Value) -> Result<String, String> {
@@ -96,7 +102,7 @@ mod tests {
         let config = parse(
             "nbd = ['unix:/a', 'tcp:b:1']\nqueues = 2\ncache = 'none'\n\
              [[image]]\npath = '/vm/a'\nread-only = true\n\
-             [[image]]\nname = 'b'\npath = '/vm/b'\nl2-cache-size = '1M'\n",
+             [[image]]\nname = 'b'\npath = '/vm/b'\nbacking-from = ['/x', '/y']\n",
         )
         .unwrap();
         let mut flags = config.flags;
@@ -105,6 +111,8 @@ mod tests {
         assert_eq!(config.images.len(), 2);
         assert_eq!(config.images[0].pairs, [("read-only".to_owned(), Some("on".to_owned()))]);
         assert_eq!(config.images[1].name.as_deref(), Some("b"));
+        let folder = |path: &str| ("backing-from".to_owned(), Some(path.to_owned()));
+        assert_eq!(config.images[1].pairs, [folder("/x"), folder("/y")]);
     }
 
     #[test]

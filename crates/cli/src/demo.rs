@@ -18,7 +18,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use stillpoint_engine::offline::create::{Qcow2Options, create_qcow2};
 use stillpoint_engine::{ImageFormat, Options};
 use stillpoint_host::net::Address;
-use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions, run as run_loop};
+use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions, Reach, run as run_loop};
 use stillpoint_io::{Error, Kind, Result};
 use stillpoint_serve::nbd::client::{Client, Reply};
 use stillpoint_serve::nbd::codec::command;
@@ -95,6 +95,7 @@ fn plan(image: &Path, socket: &Address) -> Plan {
         path: image.to_string_lossy().into_owned(),
         aio: Aio::IoUring,
         cache: Cache::None,
+        reach: Reach::Beside,
         options: Options { format: Some(ImageFormat::Qcow2), ..Options::default() },
     };
     // With its own handling of signals the server ends in order, and the folder is removed.

@@ -7,6 +7,7 @@
 //! Deliberately absent: what an option does; that is the engine's and the host's.
 
 use std::fmt::Display;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -149,6 +150,11 @@ pub struct ImageOptions {
     #[arg(long, value_parser = choose(CACHES))]
     pub cache: Option<Cache>,
 
+    /// Let names inside images open files in and below this folder, too, several times if need be; / allows
+    /// every file [default: only in and below the folder of the image that names them]
+    #[arg(long, value_name = "DIR")]
+    pub backing_from: Vec<PathBuf>,
+
     /// What the guest's discards do [default: unmap]
     #[arg(long, value_parser = choose(DISCARDS))]
     pub discard: Option<DiscardPolicy>,
@@ -225,6 +231,10 @@ impl ImageOptions {
             read_only: self.read_only.or(base.read_only),
             aio: self.aio.or(base.aio),
             cache: self.cache.or(base.cache),
+            backing_from: match self.backing_from.is_empty() {
+                true => base.backing_from.clone(),
+                false => self.backing_from,
+            },
             discard: self.discard.or(base.discard),
             detect_zeroes: self.detect_zeroes.or(base.detect_zeroes),
             allocation: AllocationOptions {
@@ -340,6 +350,8 @@ mod tests {
                 ("grow", "fallocate:16M"),
                 ("l2-cache-size", "1M"),
                 ("cache", "writeback"),
+                ("backing-from", "/a"),
+                ("backing-from", "/b"),
             ]),
         )
         .unwrap();
@@ -348,6 +360,7 @@ mod tests {
         assert_eq!((engine.format, engine.access), (Some(ImageFormat::Raw), Access::Read));
         assert_eq!(engine.grow, Some((GrowMeans::Fallocate, 16 << 20)));
         assert_eq!(engine.l2_cache_size, 1 << 20);
+        assert_eq!(options.backing_from, ["/a", "/b"].map(PathBuf::from));
     }
 
     #[test]
@@ -357,6 +370,13 @@ mod tests {
             ImageOptions::from_pairs("disk", &pairs(&[("read-only", ""), ("aio", "threads")]));
         let both = own.or(&all.unwrap());
         assert_eq!((both.read_only, both.aio()), (Some(false), Aio::Threads));
+
+        let folder =
+            |dir| ImageOptions::from_pairs("disk", &pairs(&[("backing-from", dir)])).unwrap();
+        let both = folder("/a").or(&folder("/b"));
+        assert_eq!(both.backing_from, [PathBuf::from("/a")]);
+        let both = ImageOptions::default().or(&folder("/b"));
+        assert_eq!(both.backing_from, [PathBuf::from("/b")]);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use stillpoint_host::Reach;
 use stillpoint_host::net::Address;
 use stillpoint_io::{Error, Kind, Result};
 use stillpoint_serve::server::{self, Image, Plan};
@@ -31,6 +32,9 @@ Examples:
     path = \"/iso/d.iso\"
     format = \"raw\"
     read-only = true
+
+  An overlay whose backing file lies in another folder than its own:
+    stillpoint serve /vm/overlay.qcow2 --backing-from /templates
 
 A comma inside a file's name is written twice.
 
@@ -158,6 +162,7 @@ fn image(spec: ImageSpec, defaults: &ImageOptions) -> Result<Image> {
         path: spec.path.clone(),
         aio: options.aio(),
         cache: options.cache(),
+        reach: Reach::folders(&options.backing_from)?,
         options: options.engine(),
     })
 }

@@ -127,6 +127,55 @@ fn a_raw_disk_is_not_guessed_for_writing() {
 }
 
 #[test]
+fn backing_files_elsewhere_are_opened_on_the_operators_word() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().canonicalize().unwrap();
+    std::fs::create_dir_all(root.join("vm/sub")).unwrap();
+    std::fs::create_dir(root.join("templates")).unwrap();
+    let create = |args: &[&str]| {
+        let made = program().current_dir(&root).arg("create").args(args).output().unwrap();
+        assert!(made.status.success(), "{}", text(&made.stderr));
+    };
+    // A chain of three by relative names, its end in another folder.
+    create(&["-f", "raw", "templates/base.raw", "1M"]);
+    create(&["-f", "qcow2", "-b", "../../templates/base.raw", "-F", "raw", "vm/sub/middle.qcow2"]);
+    create(&["-f", "qcow2", "-b", "sub/middle.qcow2", "-F", "qcow2", "vm/disk.qcow2"]);
+    std::fs::write(root.join("templates/base.raw"), [7; 1 << 20]).unwrap();
+
+    let (image, templates) = (root.join("vm/disk.qcow2"), root.join("templates"));
+    let (image, templates) = (image.to_str().unwrap(), templates.to_str().unwrap());
+    let socket = root.join("s");
+    let nbd = format!("--nbd=unix:{}", socket.display());
+    let middle = root.join("vm/sub/middle.qcow2").display().to_string();
+    let why = format!("cannot open the backing file: {templates}/base.raw lies outside");
+    let remedy = format!("allow it with --backing-from {templates}");
+    refused(&["serve", image, &nbd], 1, &[&middle, &why, &remedy]);
+    let elsewhere = format!("--backing-from={}", root.join("vm").display());
+    refused(&["serve", image, &nbd, &elsewhere], 1, &[&why, &remedy]);
+    refused(&["serve", image, &nbd, "--backing-from=/no/such"], 1, &["/no/such"]);
+    // What an operator does by hand follows names anywhere.
+    assert!(run(&["info", "--backing-chain", image]).status.success());
+
+    let config = root.join("serve.toml");
+    let settings = format!("[[image]]\npath = '{image}'\nbacking-from = ['/usr', '{templates}']\n");
+    std::fs::write(&config, settings).unwrap();
+    let behind = format!("{image},backing-from={templates}");
+    for args in [
+        &[image, &nbd, "--backing-from", templates][..],
+        &[image, &nbd, "--backing-from=/"],
+        &[&behind, &nbd],
+        &[&nbd, "--config", config.to_str().unwrap()],
+    ] {
+        let served = Served::start(args);
+        let address = Address::Unix(socket.clone());
+        let mut client = Client::connect(&address, "disk", ReplyStyle::Structured).unwrap();
+        assert_eq!(client.read(4096, 512).unwrap(), [7; 512], "{args:?}");
+        client.disconnect().unwrap();
+        served.terminate();
+    }
+}
+
+#[test]
 fn a_configuration_says_what_flags_say_and_flags_go_first() {
     let folder = tempfile::tempdir().unwrap();
     let (first, second) = (raw_image(folder.path(), "a.raw"), raw_image(folder.path(), "b.raw"));

@@ -18,7 +18,7 @@ use stillpoint_io::{
 };
 
 use crate::cache::{SLICE_BYTES, SliceCache};
-use crate::chain::Layer;
+use crate::chain::{CHAIN_LENGTH_MAX, Layer};
 use crate::options::{AllocPolicy, ImageFormat, Options};
 use crate::qcow2::allocate::Allocator;
 use crate::qcow2::commit::Committer;
@@ -31,8 +31,6 @@ use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::tracker::Tracker;
 
-/// The longest chain that is opened, the active image included.
-const CHAIN_MAX: usize = 256;
 /// Byte offset of the autoclear bits in the header.
 const HEADER_AUTOCLEAR: u64 = 88;
 
@@ -69,8 +67,8 @@ impl Opening<'_> {
                 let why = "the backing chain comes back to this file";
                 return Err(Error::new(Kind::Corrupt, "open the backing chain", why).file(name));
             }
-            if self.met.len() == CHAIN_MAX {
-                let why = format!("the backing chain is longer than {CHAIN_MAX} images");
+            if self.met.len() == CHAIN_LENGTH_MAX {
+                let why = format!("the backing chain is longer than {CHAIN_LENGTH_MAX} images");
                 return Err(Error::new(Kind::Limit, "open the backing chain", why).file(name));
             }
             self.met.push(id);
@@ -87,7 +85,7 @@ impl Opening<'_> {
             match format {
                 ImageFormat::Raw => Ok(Layer::Raw(self.raw(file, access)?)),
                 ImageFormat::Qcow2 => {
-                    Ok(Layer::Qcow2(self.qcow2(name, file, &start, access, unit).await?))
+                    Ok(Layer::Qcow2(self.qcow2(file, &start, access, unit).await?))
                 }
             }
         })
@@ -142,7 +140,6 @@ impl Opening<'_> {
 
     async fn qcow2(
         &mut self,
-        name: &str,
         file: Arc<dyn Storage>,
         start: &[u8],
         access: Access,
@@ -164,7 +161,7 @@ impl Opening<'_> {
 
         let backing = match &header.backing_name {
             Some(backing) if !self.options.without_backing => {
-                Some(Arc::new(self.backing(name, backing, &header, unit).await?))
+                Some(Arc::new(self.backing(file.name(), backing, &header, unit).await?))
             }
             _ => None,
         };

@@ -26,7 +26,7 @@ mod slab;
 mod transfer;
 
 pub use event_loop::{Aio, LoopOptions, LoopThread, run, spawn_thread};
-pub use file::{Cache, FileSystem, HostFacts, HostFile, HostFiles};
+pub use file::{Cache, FileSystem, HostFacts, HostFile, HostFiles, Reach};
 pub use net::{Listener, Part, Stream};
 
 /// The calling thread's last error number, for calls that go through libc.

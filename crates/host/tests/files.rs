@@ -4,12 +4,13 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use stillpoint_host::{Aio, Cache, HostFile, HostFiles, LoopOptions, run};
+use stillpoint_host::{Aio, Cache, HostFile, HostFiles, LoopOptions, Reach, run};
 use stillpoint_io::{
     Access, Durability, Error, Files, GrowMeans, Kind, Manage, Queue, Result, Segments, Storage,
 };
 
-const FILES: fn(Cache) -> HostFiles = |cache| HostFiles::new(Aio::Threads, cache);
+const FILES: fn(Cache) -> HostFiles =
+    |cache| HostFiles::new(Aio::Threads, cache).reaching(Reach::Anywhere);
 
 fn on_a_loop<T>(test: impl AsyncFnOnce(&Queue) -> T) -> T {
     run(LoopOptions { aio: Aio::Threads, depth: 32 }, async |queue| test(&queue).await).unwrap()

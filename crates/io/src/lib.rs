@@ -28,4 +28,5 @@ pub use queue::{Background, Job, Queue, Runtime};
 pub use segments::{BLOCK, Segments};
 pub use storage::{
     Access, Durability, Extent, Facts, FileId, Files, GrowMeans, Manage, Storage, Value,
+    path_beside,
 };

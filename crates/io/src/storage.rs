@@ -185,6 +185,15 @@ pub enum Access {
     ReadUnlocked,
 }
 
+/// The path of a name that stands in the file `beside`: relative to that file's folder, unless it is
+/// absolute.
+pub fn path_beside(name: &str, beside: &str) -> String {
+    match beside.rfind('/') {
+        Some(slash) if !name.starts_with('/') => format!("{}{name}", &beside[..=slash]),
+        _ => name.to_owned(),
+    }
+}
+
 /// Finds and opens files by name; the host's folders, or a test's table.
 pub trait Files: Send + Sync + fmt::Debug {
     /// Opens the file called `name`. A relative name that stands inside the file `beside` is

@@ -27,7 +27,8 @@ use stillpoint_engine::{Disk, Options};
 use stillpoint_host::net::Address;
 use stillpoint_host::signals::StopSignals;
 use stillpoint_host::{
-    Aio, Cache, HostFiles, Listener, LoopOptions, LoopThread, Stream, run as run_loop, spawn_thread,
+    Aio, Cache, HostFiles, Listener, LoopOptions, LoopThread, Reach, Stream, run as run_loop,
+    spawn_thread,
 };
 use stillpoint_io::{Background, Error, Files, Kind, Queue, Result};
 
@@ -48,6 +49,8 @@ pub struct Image {
     pub aio: Aio,
     /// What stands between a write and the disk.
     pub cache: Cache,
+    /// Which files the names inside it may open (F2).
+    pub reach: Reach,
     /// How the engine opens it.
     pub options: Options,
 }
@@ -125,7 +128,8 @@ pub fn run(plan: Plan, stop: Stop, ready: impl FnOnce(&[Address])) -> Result<()>
 async fn open_all(queue: &Queue, plan: &Plan, background: &Arc<LoopThread>) -> Result<Exports> {
     let mut exports = Exports::new();
     for image in &plan.images {
-        let files: Arc<dyn Files> = Arc::new(HostFiles::new(image.aio, image.cache));
+        let files = HostFiles::new(image.aio, image.cache).reaching(image.reach.clone());
+        let files: Arc<dyn Files> = Arc::new(files);
         let background: Arc<dyn Background> = background.clone();
         let opened = Disk::open(queue, &files, &background, &image.path, image.options.clone());
         let added = match opened.await {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use stillpoint_engine::{ImageFormat, Options};
 use stillpoint_host::net::Address;
-use stillpoint_host::{Aio, Cache};
+use stillpoint_host::{Aio, Cache, Reach};
 use stillpoint_io::{Kind, Result};
 use stillpoint_serve::nbd::client::Client;
 use stillpoint_serve::nbd::codec::command;
@@ -29,6 +29,7 @@ fn image(folder: &Path, name: &str) -> Image {
         path: path.to_str().unwrap().to_owned(),
         aio: Aio::IoUring,
         cache: Cache::Writeback,
+        reach: Reach::Beside,
         options: Options { format: Some(ImageFormat::Raw), ..Options::default() },
     }
 }

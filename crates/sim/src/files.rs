@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
 use futures_util::future::LocalBoxFuture;
-use stillpoint_io::{Access, Error, Files, Kind, Queue, Result, Storage};
+use stillpoint_io::{Access, Error, Files, Kind, Queue, Result, Storage, path_beside};
 
 use crate::chance::Chance;
 use crate::file::{Inode, Shared, SimFile};
@@ -111,14 +111,6 @@ impl World {
     }
 }
 
-/// A relative name beside a file is relative to that file's folder.
-fn resolve(name: &str, beside: Option<&str>) -> String {
-    match beside.and_then(|beside| beside.rsplit_once('/')) {
-        Some((folder, _)) if !name.starts_with('/') => format!("{folder}/{name}"),
-        _ => name.to_owned(),
-    }
-}
-
 impl Files for World {
     fn open<'a>(
         &'a self,
@@ -129,7 +121,7 @@ impl Files for World {
     ) -> LocalBoxFuture<'a, Result<Arc<dyn Storage>>> {
         Box::pin(async move {
             self.reach(queue).await;
-            let name = resolve(name, beside);
+            let name = beside.map_or_else(|| name.to_owned(), |beside| path_beside(name, beside));
             let inode = self.names.lock().unwrap().get(&name).cloned().ok_or_else(|| {
                 Error::new(Kind::NotFound, "open", "there is no such file").file(&name)
             })?;

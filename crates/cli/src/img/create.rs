@@ -119,7 +119,7 @@ async fn make(
         }
         options.set("size", OptionValue::Number(size));
     }
-    take_backing(queue, files, args, name, &mut options).await?;
+    take_backing(queue, &files, args, name, &mut options).await?;
     if options.number("size").is_none() {
         return Err("Image creation needs a size parameter".to_owned());
     }
@@ -151,7 +151,7 @@ async fn make(
 /// Looks at the backing image, for its format and its size.
 async fn take_backing(
     queue: &Queue,
-    files: HostFiles,
+    files: &HostFiles,
     args: &CreateArgs,
     name: &str,
     options: &mut CreateOptions,
@@ -185,7 +185,7 @@ async fn take_backing(
             None => Err("Backing file specified without backing format".to_owned()),
         };
     }
-    let image = Image::open(queue, &files, &backing, Some(name), format, Access::Read).await;
+    let image = Image::open(queue, files, &backing, Some(name), format, Access::Read).await;
     let image = image.map_err(|error| {
         let file = error.file_name().unwrap_or(&backing);
         let why = match error.errno() {

@@ -23,7 +23,7 @@ mod text;
 use clap::{Args, ValueEnum};
 use stillpoint_engine::ImageFormat;
 use stillpoint_engine::offline::image::format_by_name;
-use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions};
+use stillpoint_host::{Aio, Cache, HostFiles, LoopOptions, Reach};
 use stillpoint_io::{Access, Error, Kind, Queue, Result};
 
 use crate::Tool;
@@ -137,7 +137,8 @@ fn parse_image_options(text: &str, access: Access) -> Result<Target> {
 /// well.
 fn run_on_loop<T>(cache: Cache, main: impl AsyncFn(Queue, HostFiles) -> T) -> Result<T> {
     let run = |aio| {
-        let files = HostFiles::new(aio, cache);
+        // Called by hand on images that the caller chose, as qemu-img is: names lead anywhere.
+        let files = HostFiles::new(aio, cache).reaching(Reach::Anywhere);
         let options = LoopOptions { aio, ..LoopOptions::default() };
         stillpoint_host::run(options, async |queue| main(queue, files).await)
     };

@@ -22,9 +22,10 @@ use stillpoint_format::qcow2::header::{
 use stillpoint_format::qcow2::{Geometry, HOST_END_MAX, refcount};
 use stillpoint_io::{
     Durability, Error, Files, GrowMeans, Kind, Manage, Queue, Result, Segments, Storage,
+    path_beside,
 };
 
-use super::image::{PIECE_SIZE, bytes_of, path_beside, write_bytes};
+use super::image::{PIECE_SIZE, bytes_of, write_bytes};
 
 const OP: &str = "create the image";
 

@@ -14,11 +14,10 @@ use stillpoint_io::{
     Value,
 };
 
+use crate::chain::CHAIN_LENGTH_MAX;
 use crate::options::ImageFormat;
 use crate::qcow2::refused;
 
-/// The most images in a backing chain.
-pub const CHAIN_LENGTH_MAX: usize = 256;
 /// Tables are read in pieces of at most this many bytes.
 pub(crate) const PIECE_SIZE: u64 = 1 << 20;
 
@@ -138,14 +137,6 @@ pub fn format_by_name(name: &str) -> Result<ImageFormat> {
             let why = format!("Unknown driver '{}'", name.escape_debug());
             Err(Error::new(Kind::Unsupported, "open the image", why))
         }
-    }
-}
-
-/// The path of a name that stands in the file `beside`.
-pub fn path_beside(name: &str, beside: &str) -> String {
-    match beside.rfind('/') {
-        Some(slash) if !name.starts_with('/') => format!("{}{name}", &beside[..=slash]),
-        _ => name.to_owned(),
     }
 }
 

@@ -14,10 +14,10 @@ use stillpoint_format::qcow2::features::{
 use stillpoint_format::qcow2::header::{CompressionType, CryptMethod};
 use stillpoint_format::qcow2::luks::LENGTH;
 pub use stillpoint_format::qcow2::luks::{KeySlot, LuksHeader};
-use stillpoint_io::{Error, Kind, Queue, Result};
+use stillpoint_io::{Error, Kind, Queue, Result, path_beside};
 
 use super::entries::{read_bitmaps, read_snapshots};
-use super::image::{Image, path_beside, read_bytes};
+use super::image::{Image, read_bytes};
 use crate::options::ImageFormat;
 use crate::qcow2::refused;
 

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `open` | [`HostFiles`]: finding and opening by name, cache modes, falling back aloud |
 //! | `facts` | what is found out about a file: file system, alignment, what it can do |
+//! | `reach` | [`Reach`]: how far the names inside images may lead (F2) |
 //! | `lock` | image locks that QEMU understands |
 //! | `shape` | growing, cutting, punching, zeroing, and where the holes are |
 //!
@@ -26,6 +27,7 @@ use stillpoint_io::{
 mod facts;
 mod lock;
 mod open;
+mod reach;
 mod shape;
 
 use crate::event_loop::Aio;
@@ -34,6 +36,7 @@ use crate::transfer::Transfer;
 
 pub use facts::{FileSystem, HostFacts};
 pub use open::{Cache, HostFiles};
+pub use reach::Reach;
 
 /// An open file; shared by its storage and by every operation in flight on it.
 pub(crate) struct OpenFile {

@@ -1,11 +1,12 @@
 //! Finding and opening files by name.
 //!
-//! F2: a name is a plain path, never parsed as options, whatever it looks like.
+//! F2: a name is a plain path, never parsed as options, whatever it looks like; one that stands inside
+//! an image opens only what lies within its [`Reach`].
 //!
 //! What cannot be had is replaced by the nearest thing, said aloud: a file that refuses direct I/O
 //! goes through the page cache, and Linux AIO without direct I/O becomes the thread pool.
 //!
-//! Deliberately absent: following names inside images, and deciding which of them are allowed.
+//! Deliberately absent: following names inside images, and judging where they lead (`reach`).
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,9 +18,12 @@ use std::sync::{Arc, Mutex};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
-use stillpoint_io::{Access, Error, Facts, FileId, Files, Kind, Queue, Result, Storage, Value};
+use stillpoint_io::{
+    Access, Error, Facts, FileId, Files, Kind, Queue, Result, Storage, Value, path_beside,
+};
 
 use super::facts::{self, FileSystem, HostFacts};
+use super::reach::{Place, Reach};
 use super::{HostFile, OpenFile, lock};
 use crate::event_loop::Aio;
 use crate::event_loop::driver::Driver;
@@ -82,10 +86,11 @@ impl FromStr for Cache {
 }
 
 /// Opens the host's files, all in one cache mode and with one engine.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct HostFiles {
     aio: Aio,
     cache: Cache,
+    reach: Reach,
 }
 
 /// How a file comes to be there.
@@ -98,9 +103,15 @@ enum Presence {
 }
 
 impl HostFiles {
-    /// Files whose reads and writes go by `aio`, in the mode `cache`.
+    /// Files whose reads and writes go by `aio`, in the mode `cache`. Names inside images lead to
+    /// files beside them, and no further.
     pub fn new(aio: Aio, cache: Cache) -> HostFiles {
-        HostFiles { aio, cache }
+        HostFiles { aio, cache, reach: Reach::Beside }
+    }
+
+    /// The same, where names inside images lead as far as `reach`.
+    pub fn reaching(self, reach: Reach) -> HostFiles {
+        HostFiles { reach, ..self }
     }
 
     /// As [`Files::open`], with what only the host knows about the file.
@@ -111,20 +122,38 @@ impl HostFiles {
         beside: Option<&str>,
         access: Access,
     ) -> Result<HostFile> {
-        let (files, path) = (*self, path_of(name, beside));
-        offload(queue, move || files.open_now(&path, access, Presence::Expected)).await
+        let (files, path) = (self.clone(), path_of(name, beside));
+        let beside = beside.map(str::to_owned);
+        offload(queue, move || {
+            // F2: judged before it is opened or locked; what was found is held until it is open.
+            let place = match &beside {
+                Some(image) => files.reach.find(&path, image)?,
+                None => None,
+            };
+            let link = place.as_ref().map(Place::link);
+            let target = link.as_ref().unwrap_or(&path);
+            files.open_now(&path, target, access, Presence::Expected)
+        })
+        .await
     }
 
     /// As [`Files::create`], with what only the host knows about the file.
     pub async fn create_host(&self, queue: &Queue, name: &str) -> Result<HostFile> {
-        let (files, path) = (*self, path_of(name, None));
-        offload(queue, move || files.open_now(&path, Access::Write, Presence::Fresh)).await
+        let (files, path) = (self.clone(), path_of(name, None));
+        offload(queue, move || files.open_now(&path, &path, Access::Write, Presence::Fresh)).await
     }
 
-    fn open_now(&self, path: &Path, access: Access, presence: Presence) -> Result<HostFile> {
+    /// Opens `target`; the file is called by `path`, which is the same unless it has been judged.
+    fn open_now(
+        &self,
+        path: &Path,
+        target: &Path,
+        access: Access,
+        presence: Presence,
+    ) -> Result<HostFile> {
         let name = path.display().to_string();
         let writable = access == Access::Write;
-        let (fd, is_new) = open_fd(path, writable, presence)
+        let (fd, is_new) = open_fd(target, writable, presence)
             .map_err(|errno| refusal(&name, access, presence, errno))?;
         let failed = |op| {
             let name = name.clone();
@@ -274,9 +303,7 @@ async fn offload<T: Send + 'static>(
 }
 
 fn path_of(name: &str, beside: Option<&str>) -> PathBuf {
-    // `join` takes an absolute name as it is.
-    let folder = beside.and_then(|file| Path::new(file).parent());
-    folder.unwrap_or(Path::new("")).join(name)
+    beside.map_or_else(|| name.to_owned(), |file| path_beside(name, file)).into()
 }
 
 /// Opens the file; true with it if it was made just now.
