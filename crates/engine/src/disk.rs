@@ -152,6 +152,18 @@ impl Disk {
         if blocks == range {
             return self.read_blocks(queue, offset, &into).await;
         }
+        // Boxed, like every rare branch here, so that the common futures stay small.
+        Box::pin(self.read_around(queue, blocks, range, into)).await
+    }
+
+    /// Reads the whole blocks around a range, and hands the range out.
+    async fn read_around(
+        &self,
+        queue: &Queue,
+        blocks: Range<u64>,
+        range: Range<u64>,
+        into: Segments,
+    ) -> Result<()> {
         let bounce = Segments::alloc((blocks.end - blocks.start) as usize);
         self.read_blocks(queue, blocks.start, &bounce).await?;
         let from = (range.start - blocks.start) as usize;
@@ -175,9 +187,8 @@ impl Disk {
         if self.detect_zeroes != DetectZeroes::Off && from.is_zero() {
             let unmap = self.detect_zeroes == DetectZeroes::Unmap;
             let zeroing = Zeroing { unmap, fast_only: false };
-            return self
-                .write_zeroes(queue, offset, range.end - range.start, zeroing, durability)
-                .await;
+            let length = range.end - range.start;
+            return Box::pin(self.write_zeroes(queue, offset, length, zeroing, durability)).await;
         }
         let blocks = self.blocks(&range);
         if blocks == range {
@@ -185,7 +196,7 @@ impl Disk {
             return self.write_blocks(queue, offset, &from, durability).await;
         }
         let _alone = self.tracker.enter(blocks, Mode::Exclusive).await;
-        self.write_alone(queue, range, from, durability).await
+        Box::pin(self.write_alone(queue, range, from, durability)).await
     }
 
     /// Writes a range of any alignment; the caller holds its blocks exclusively.

@@ -7,7 +7,7 @@
 //! | [`info`] | tells everything about an image |
 //! | [`check`] | finds (and repairs) what contradicts itself |
 //! | [`map`] | tells what lies where, over the whole chain |
-//! | [`entries`] | snapshots and bitmaps, which stand in tables of uneven entries |
+//! | `entries` | snapshots and bitmaps, which stand in tables of uneven entries |
 //!
 //! Each table is read once and in order. Memory is bounded by what an image's file really holds,
 //! never by what its header claims (F2).

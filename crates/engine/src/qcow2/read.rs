@@ -35,6 +35,30 @@ impl Qcow2 {
 
     /// Reads `into.len()` bytes at `offset`; what lies beyond the disk's size is zeros.
     pub(crate) async fn read(&self, queue: &Queue, offset: u64, into: &Segments) -> Done {
+        if let Some(host) = self.one_run(offset, into.len() as u64) {
+            self.file.read(queue, host, into.clone()).await?;
+            return Ok(());
+        }
+        // Boxed, so that the future of the common read stays small.
+        Box::pin(self.read_runs(queue, offset, into)).await
+    }
+
+    /// Where the whole range lies, if it is one run whose slice is in the cache.
+    fn one_run(&self, offset: u64, length: u64) -> Option<u64> {
+        if offset + length > self.size {
+            return None;
+        }
+        let (key, index) = self.locate(offset);
+        let slice = self.l2.pin(key)?;
+        let in_cluster = offset % self.cluster_size();
+        let entries = self.entries_per_slice() as usize;
+        match map(self.codec, &slice, entries, index, in_cluster, length) {
+            Ok(Run { length: found, source: Source::Host(host) }) if found == length => Some(host),
+            _ => None,
+        }
+    }
+
+    async fn read_runs(&self, queue: &Queue, offset: u64, into: &Segments) -> Done {
         let mut done = 0;
         // The last cluster is read whole blocks at a time and cut off at the disk's size afterwards.
         let mapped = self.size.next_multiple_of(self.cluster_size());

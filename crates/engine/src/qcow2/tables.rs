@@ -119,6 +119,12 @@ impl Qcow2 {
             .map_err(|error| refused(&error, "read an L1 entry", self.file.name(), entry_offset))
     }
 
+    /// Whether a slice's table exists and may be changed in place.
+    pub(crate) fn owns_table(&self, key: u64) -> Result<bool> {
+        let entry = self.table(key)?;
+        Ok(entry.table.is_some() && entry.copied)
+    }
+
     /// Where a slice lies in the file, if its table exists.
     pub(crate) fn slice_home(&self, key: u64) -> Result<Option<u64>> {
         let slices = self.cluster_size() / self.slice_bytes();
@@ -177,8 +183,7 @@ impl Qcow2 {
         key: u64,
     ) -> Result<Pin<'_, Inflights>> {
         loop {
-            let entry = self.table(key)?;
-            if entry.table.is_some() && entry.copied {
+            if self.owns_table(key)? {
                 if let Some(pin) = self.slice(queue, key).await? {
                     return Ok(pin);
                 }

@@ -60,44 +60,43 @@ impl Qcow2 {
         data: &Segments,
         durability: Durability,
     ) -> Done {
-        if durability == Durability::Durable
-            && let Some(host) = self.durable_in_place(queue, offset, data.len() as u64).await?
-        {
-            self.file.write(queue, host, data.clone(), Durability::Durable).await?;
-            return Ok(());
+        let in_place = self.one_run_in_place(offset, data.len() as u64)?;
+        if let Some(host) = in_place {
+            // While every mapping is durable, an overwrite is made durable by itself. ORDER: asked
+            // after the mapping was seen, which may have been published just now.
+            let by_itself = durability == Durability::Durable && self.is_clean();
+            let own = if by_itself { Durability::Durable } else { Durability::Volatile };
+            self.file.write(queue, host, data.clone(), own).await?;
+            if by_itself {
+                return Ok(());
+            }
+            self.writer().writes.fetch_add(1, SeqCst);
+        } else {
+            // Boxed, so that the future of the common write stays small.
+            Box::pin(self.write_slices(queue, offset, data)).await?;
         }
-        self.write_volatile(queue, offset, data).await?;
         match durability {
             Durability::Volatile => Ok(()),
             Durability::Durable => self.commit(queue).await,
         }
     }
 
-    /// Where the range lies, if its mapping is in place and durable: an overwrite there can be made
-    /// durable by itself.
-    async fn durable_in_place(
-        &self,
-        queue: &Queue,
-        offset: u64,
-        length: u64,
-    ) -> Result<Option<u64>> {
+    /// Where the whole range lies, if it is in place, in one run, in a slice that is in the cache.
+    fn one_run_in_place(&self, offset: u64, length: u64) -> Result<Option<u64>> {
         let covers = self.slice_covers();
-        if offset % covers + length > covers || !self.is_clean() {
+        if offset % covers + length > covers {
             return Ok(None);
         }
         let (key, _) = self.locate(offset);
-        let slice = self.slice_for_writing(queue, key).await?;
-        let host = self.in_place(&slice, offset, length)?;
-        // ORDER: asked after the mapping was seen, which may have been published just now.
-        Ok(host.filter(|_| self.is_clean()))
+        match self.l2.pin(key) {
+            Some(slice) if self.owns_table(key)? => self.in_place(&slice, offset, length),
+            _ => Ok(None),
+        }
     }
 
-    async fn write_volatile(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
+    async fn write_slices(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
         let covers = self.slice_covers();
         let end = offset + data.len() as u64;
-        if offset / covers == (end - 1) / covers {
-            return self.write_in_slice(queue, offset, data).await;
-        }
         let parts = (offset / covers..end.div_ceil(covers)).map(|slice| {
             let from = offset.max(slice * covers);
             let to = end.min((slice + 1) * covers);
@@ -105,19 +104,6 @@ impl Qcow2 {
             async move { self.write_in_slice(queue, from, &part).await }
         });
         join_all(parts).await.into_iter().collect()
-    }
-
-    async fn write_in_slice(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
-        let (key, _) = self.locate(offset);
-        let slice = self.slice_for_writing(queue, key).await?;
-        if let Some(host) = self.in_place(&slice, offset, data.len() as u64)? {
-            drop(slice);
-            self.file.write(queue, host, data.clone(), Durability::Volatile).await?;
-            self.writer().writes.fetch_add(1, SeqCst);
-            return Ok(());
-        }
-        drop(slice);
-        self.write_allocating(queue, offset, data).await
     }
 
     /// Where the whole range lies, if all of it is in place and in one run. Takes no lock.
@@ -164,7 +150,7 @@ impl Qcow2 {
             .remedy("run `stillpoint check` on the image")
     }
 
-    async fn write_allocating(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
+    async fn write_in_slice(&self, queue: &Queue, offset: u64, data: &Segments) -> Done {
         let (key, _) = self.locate(offset);
         let mut reserved: Option<Reservation> = None;
         let mut backing_zero = self.backing.is_none().then_some(true);
