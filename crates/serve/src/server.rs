@@ -194,8 +194,10 @@ async fn serve_all(
     let signal = pin!(async {
         match &signals {
             Some(signals) => {
-                let signal = signals.next(queue).await;
-                tracing::info!(?signal, "stopping");
+                match signals.next(queue).await {
+                    Ok(signal) => tracing::info!(?signal, "stopping"),
+                    Err(error) => tracing::error!(%error, "signals cannot be received: stopping"),
+                }
                 stop.say();
             }
             None => stop.heard().await,
