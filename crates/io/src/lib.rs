@@ -7,7 +7,7 @@
 //! |---|---|
 //! | [`storage`] | [`Storage`]: one file (or device) as the engine sees it, and [`Facts`] about it |
 //! | [`queue`] | [`Queue`]: one thread's event loop: tasks, time, chance; [`Background`]: work off the request path |
-//! | [`completion`] | [`Completion`]: the future of one submitted operation, and its [`Promise`] |
+//! | [`mod@completion`] | [`Completion`]: the future of one submitted operation, and its [`Promise`] |
 //! | [`segments`] | [`Segments`]: the memory of a request, shared with whoever still works on it |
 //! | [`error`] | [`Error`]: what failed, on which file, where, and what to do |
 //! | [`memory`] | [`MemoryFile`]: storage in memory whose operations a test can hold, fail or count |
