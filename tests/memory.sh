@@ -12,7 +12,7 @@ bound_kib=$(((l2_mib + refcount_mib + memory_mib + 64) * 1024))
 seconds=$((20 * SCALE))
 
 exec 3>&1
-tell() { echo "     $*" | tee /dev/fd/3; }
+tell() { echo "     $*" >&3; echo "$*"; }
 
 own_kib() { awk '/^Rss(Anon|Shmem):/ { sum += $2 } END { print sum }' "/proc/$1/status"; }
 field_kib() { awk -v field="$2:" '$1 == field { print $2 }' "/proc/$1/status"; }
@@ -39,7 +39,7 @@ stays_bounded() { # CLUSTER_SIZE QUEUES
     local high mapped
     high=$(field_kib "$server" VmHWM) mapped=$(field_kib "$server" RssFile)
     tell "own memory at its peak: $((peak / 1024)) MiB; VmHWM $((high / 1024)) MiB, of which the program's file" \
-        "$((mapped / 1024)) MiB; bound $((bound_kib / 1024)) MiB; fio: $(cut -d';' -f8,49 "$work/fio") IOPS"
+        "$((mapped / 1024)) MiB; bound $((bound_kib / 1024)) MiB; fio: $(grep ';' "$work/fio" | cut -d';' -f8,49 --output-delimiter=' + ') IOPS"
     [ $peak -le $bound_kib ]
     [ $((high - mapped)) -le $bound_kib ]
     stop_server

@@ -9,7 +9,7 @@
 
 real=$STILLPOINT
 exec 3>&1
-tell() { echo "     $*" | tee /dev/fd/3; }
+tell() { echo "     $*" >&3; echo "$*"; }
 
 # traced_life IMAGE NAME: serves it, stops it, and leaves its calls in $work/NAME.*, a file per thread.
 traced_life() {

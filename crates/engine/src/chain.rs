@@ -10,7 +10,7 @@ use crate::raw::Raw;
 use crate::sync::Arc;
 
 /// The longest chain that is opened, the active image included (F2).
-pub(crate) const CHAIN_LENGTH_MAX: usize = 256;
+pub const CHAIN_LENGTH_MAX: usize = 256;
 
 /// One image of a chain; it knows the one behind it.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use clap::Args;
 use serde_json::{Value, json};
 use stillpoint_engine::ImageFormat;
-use stillpoint_engine::offline::image::{Image, format_by_name};
+use stillpoint_engine::offline::image::{CHAIN_LENGTH_MAX, Image, format_by_name};
 use stillpoint_engine::offline::info::{
     BitmapInfo, ImageInfo, KeySlot, LuksHeader, Qcow2Info, SnapshotInfo, info,
 };
@@ -50,6 +50,10 @@ async fn tell(queue: &Queue, files: HostFiles, target: &Target, args: &InfoArgs)
         if !seen.insert(image.file.facts().id) {
             let why = format!("Backing file '{name}' creates an infinite loop.");
             return Err(opening(Error::new(Kind::Corrupt, "follow the backing chain", why)));
+        }
+        if infos.len() == CHAIN_LENGTH_MAX {
+            let why = format!("there are more than {CHAIN_LENGTH_MAX} images in the chain");
+            return Err(opening(Error::new(Kind::Limit, "follow the backing chain", why)));
         }
         let found = info(queue, &image).await.map_err(&opening)?;
         if args.backing_chain

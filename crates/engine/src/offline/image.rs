@@ -14,7 +14,7 @@ use stillpoint_io::{
     Value,
 };
 
-use crate::chain::CHAIN_LENGTH_MAX;
+pub use crate::chain::CHAIN_LENGTH_MAX;
 use crate::options::ImageFormat;
 use crate::qcow2::refused;
 

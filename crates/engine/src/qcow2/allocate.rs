@@ -13,10 +13,12 @@
 //! What is handed out at once lies in one *run* within one refcount slice, which stays pinned from
 //! the reservation to the publication, so that publishing never waits (J37).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use async_lock::Mutex as AsyncMutex;
+use stillpoint_format::addr::HostOffset;
+use stillpoint_format::qcow2::entry::L1Entry;
 use stillpoint_io::{Manage, Queue, Result};
 
 use super::Qcow2;
@@ -309,17 +311,44 @@ impl Qcow2 {
             true => Some(self.refcount_slice(queue, part.start).await?),
             false => None,
         };
+        let structures = self.structures_in(&part);
         // One step, for whoever releases clusters meanwhile.
         let mut state = lock(&writer.allocator.state);
         state.unscanned.start = part.end;
         if let Some(slice) = slice {
             let slice = slice.pin();
             for cluster in part {
-                if writer.refcounts.count_in(&slice, cluster) == 0 {
+                let free = writer.refcounts.count_in(&slice, cluster) == 0;
+                if free && !structures.contains(&cluster) {
                     state.add_free(cluster, 1, false);
                 }
             }
         }
         Ok(())
+    }
+
+    /// The clusters of `part` that hold the header or a table in use. Refcounts that lie must not make
+    /// the allocator hand them out (F2).
+    fn structures_in(&self, part: &Range<u64>) -> BTreeSet<u64> {
+        let geometry = self.geometry();
+        let cluster_of = |offset: u64| offset >> geometry.cluster_bits;
+        let l1_length = self.l1.len() * 8;
+        let l1_first = cluster_of(self.l1.host_offset);
+        let l1 = l1_first..l1_first + geometry.clusters_for(l1_length);
+        let l2_tables = (0..self.l1.len()).filter_map(|index| {
+            let entry = L1Entry::decode(self.l1.word(index), geometry).ok()?;
+            entry.table.map(|HostOffset(offset)| cluster_of(offset))
+        });
+        self.writer().refcounts.with_table(|table| {
+            let first = cluster_of(table.host_offset);
+            let blocks = table.blocks.iter().map(|&block| cluster_of(block));
+            std::iter::once(0)
+                .chain(l1)
+                .chain(l2_tables)
+                .chain(first..first + table.clusters)
+                .chain(blocks)
+                .filter(|cluster| part.contains(cluster))
+                .collect()
+        })
     }
 }
