@@ -97,7 +97,9 @@ impl<E: Default> SliceCache<E> {
     }
 
     fn pin_frame(&self, key: u64) -> Option<u32> {
-        let slot = self.slot(key);
+        // A key that was never inserted has no chunk; one that is out of range never will.
+        let chunk = self.slots.get((key / CHUNK) as usize)?.get()?;
+        let slot = &chunk[(key % CHUNK) as usize];
         loop {
             let value = slot.load(Acquire);
             let index = value.checked_sub(1)?;
@@ -187,6 +189,11 @@ impl<E: Default> SliceCache<E> {
         None
     }
 
+    /// How many slices it can hold.
+    pub(crate) fn capacity(&self) -> u64 {
+        self.frames.len() as u64
+    }
+
     /// Whether nothing awaits a commit.
     pub(crate) fn is_clean(&self) -> bool {
         self.dirty_count.load(SeqCst) == 0
@@ -258,6 +265,11 @@ pub(crate) struct OwnedPin<E: Default> {
 }
 
 impl<E: Default> OwnedPin<E> {
+    /// The pinned slice's key.
+    pub(crate) fn key(&self) -> u64 {
+        self.cache.frame(self.index).key.load(Relaxed)
+    }
+
     /// The pinned slice.
     pub(crate) fn pin(&self) -> Pin<'_, E> {
         self.cache.frame(self.index).pins.fetch_add(1, SeqCst);

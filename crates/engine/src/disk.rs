@@ -22,6 +22,8 @@ use crate::tracker::{Mode, Tracker};
 
 /// The longest read or write, in bytes.
 const TRANSFER_MAX: u32 = 64 << 20;
+/// Zeros that have to be written out are written in pieces of this many bytes.
+const ZEROS: u64 = 1 << 20;
 /// Discards and zeroings of any length are done in parts of this, so that none holds much exclusively.
 const PART: u64 = 32 << 20;
 
@@ -208,6 +210,9 @@ impl Disk {
         durability: Durability,
     ) -> Result<()> {
         let blocks = self.blocks(&range);
+        if blocks == range {
+            return self.write_blocks(queue, range.start, &from, durability).await;
+        }
         let whole = Segments::alloc((blocks.end - blocks.start) as usize);
         let (head, tail) =
             ((range.start - blocks.start) as usize, (range.end - blocks.start) as usize);
@@ -224,6 +229,20 @@ impl Disk {
         self.write_blocks(queue, blocks.start, &whole, durability).await
     }
 
+    /// Writes zeros to a range of any alignment, a little at a time; the caller holds its blocks
+    /// exclusively.
+    async fn write_zeros_out(&self, queue: &Queue, range: Range<u64>) -> Result<()> {
+        let zeros = Segments::zeroed(ZEROS.min(range.end - range.start) as usize);
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min((start / ZEROS + 1) * ZEROS);
+            let some = zeros.slice(0..(end - start) as usize);
+            self.write_alone(queue, start..end, some, Durability::Volatile).await?;
+            start = end;
+        }
+        Ok(())
+    }
+
     /// Makes a range read as zeros.
     pub async fn write_zeroes(
         &self,
@@ -234,7 +253,11 @@ impl Disk {
         durability: Durability,
     ) -> Result<()> {
         let range = self.check_change(offset, length, "write zeroes")?;
+        let unmap = zeroing.unmap && self.discard == DiscardPolicy::Unmap;
+        let zeroing = Zeroing { unmap, ..zeroing };
         for part in parts(range) {
+            // However long it takes, others on this queue have their turns.
+            queue.yield_now().await;
             let _alone = self.tracker.enter(self.clusters(&part), Mode::Exclusive).await;
             let rest = match &self.image {
                 Layer::Raw(raw) => {
@@ -248,8 +271,7 @@ impl Disk {
                     }
                 }
                 Layer::Qcow2(image) => {
-                    let unmap = zeroing.unmap && self.discard == DiscardPolicy::Unmap;
-                    let space = if unmap { Space::Released } else { Space::Kept };
+                    let space = if zeroing.unmap { Space::Released } else { Space::Kept };
                     image.clear(queue, part, space).await?
                 }
             };
@@ -260,8 +282,7 @@ impl Disk {
                         Error::new(Kind::Unsupported, "write zeroes fast", why).at(range.start)
                     );
                 }
-                let zeros = Segments::zeroed((range.end - range.start) as usize);
-                self.write_alone(queue, range, zeros, Durability::Volatile).await?;
+                self.write_zeros_out(queue, range).await?;
             }
         }
         self.settle(queue, durability).await
@@ -275,6 +296,7 @@ impl Disk {
             return Ok(());
         }
         for part in parts(range) {
+            queue.yield_now().await;
             match &self.image {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
@@ -304,16 +326,19 @@ impl Disk {
         }
     }
 
-    /// What the run of bytes at `offset` is, up to `length` bytes.
+    /// What the run of bytes at `offset` is, up to `length` bytes, or fewer than the run has.
     pub async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<Status> {
-        self.check(offset, length, "look up")?;
-        self.image.status(queue, offset, length, 0).await
+        let range = self.check(offset, length, "look up")?;
+        let part = range.start..range.end.min(range.start + PART);
+        let _entered = self.tracker.enter(part.clone(), Mode::Shared).await;
+        self.image.status(queue, offset, part.end - part.start, 0).await
     }
 
-    /// Flushes, gives back space grown ahead and leaves the image clean. Requests must have ended;
-    /// later ones are refused.
+    /// Waits for the requests under way, flushes, gives back space grown ahead and leaves the image
+    /// clean. Later requests are refused.
     pub async fn close(&self, queue: &Queue) -> Result<()> {
         self.closed.store(true, SeqCst);
+        self.tracker.quiesce().await;
         if self.is_read_only() {
             return Ok(());
         }

@@ -34,8 +34,9 @@ impl Group {
         result
     }
 
-    /// Whether none is under way.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.begun.load(SeqCst) == self.ended.load(SeqCst)
+    /// If none is under way: how many there were. The same number later means that none was since.
+    pub(crate) fn idle_since(&self) -> Option<u64> {
+        let ended = self.ended.load(SeqCst);
+        (self.begun.load(SeqCst) == ended).then_some(ended)
     }
 }

@@ -26,6 +26,11 @@ impl Latch {
             .remedy("look into the storage, then stop and open the image again"))
     }
 
+    /// Closes the latch unless the outcome of what begins now is heard.
+    pub(crate) fn unless_heard(&self) -> Unheard<'_> {
+        Unheard { latch: self, heard: false }
+    }
+
     /// Refuses writing from now on, because of `error`.
     pub(crate) fn close(&self, error: &Error) {
         let mut first = lock(&self.first);
@@ -33,6 +38,28 @@ impl Latch {
             tracing::error!(%error, "writing is refused from now on");
             *first = Some(error.clone());
             self.closed.store(true, SeqCst);
+        }
+    }
+}
+
+/// A barrier under way; see [`Latch::unless_heard`].
+pub(crate) struct Unheard<'a> {
+    latch: &'a Latch,
+    heard: bool,
+}
+
+impl Unheard<'_> {
+    /// Its outcome is known.
+    pub(crate) fn heard(mut self) {
+        self.heard = true;
+    }
+}
+
+impl Drop for Unheard<'_> {
+    fn drop(&mut self) {
+        if !self.heard {
+            let why = "a flush was dropped before its end";
+            self.latch.close(&Error::new(Kind::Cancelled, "flush", why));
         }
     }
 }

@@ -83,7 +83,11 @@ impl Raw {
                 if self.covered.load(SeqCst) == changes {
                     return Ok(());
                 }
-                self.file.flush(queue).await.inspect_err(|error| self.latch.close(error))?;
+                // A flush that is dropped in the middle may be the one whose failure nobody hears of.
+                let unheard = self.latch.unless_heard();
+                let flushed = self.file.flush(queue).await;
+                unheard.heard();
+                flushed.inspect_err(|error| self.latch.close(error))?;
                 self.covered.store(changes, SeqCst);
                 Ok(())
             })

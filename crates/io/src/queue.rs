@@ -6,8 +6,9 @@
 
 use std::any::Any;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::future::LocalBoxFuture;
@@ -49,6 +50,19 @@ impl Queue {
     /// Waits for `duration`.
     pub async fn sleep(&self, duration: Duration) {
         self.0.sleep_until(self.0.now() + duration).await;
+    }
+
+    /// Lets the other tasks of this queue have a turn.
+    pub async fn yield_now(&self) {
+        let mut yielded = false;
+        poll_fn(|cx| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .await;
     }
 
     /// A number that nobody outside can guess.

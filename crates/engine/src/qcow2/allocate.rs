@@ -112,8 +112,10 @@ impl Allocator {
             return;
         }
         let mut state = lock(&self.state);
+        // A run lies within the one slice that it pins.
         if let Some(run) = &mut state.run
             && run.first == reserved.first + reserved.count
+            && run.refcounts.key() == reserved.refcounts.key()
             && run.zero == zero
         {
             run.first = reserved.first;
@@ -124,11 +126,11 @@ impl Allocator {
     }
 
     /// Takes a released cluster. `drop_reference` makes its refcount 0 in the same step, so that a
-    /// look for free clusters finds it either not yet, or here; what it has not reached is left to it.
-    pub(crate) fn recycle(&self, cluster: u64, zero: bool, drop_reference: impl FnOnce()) {
+    /// look for free clusters finds it either not yet, or here; what that has not reached is left to
+    /// it, and what lies beyond the file's end to growth. It tells whether nobody refers to it now.
+    pub(crate) fn recycle(&self, cluster: u64, zero: bool, drop_reference: impl FnOnce() -> bool) {
         let mut state = lock(&self.state);
-        drop_reference();
-        if !state.unscanned.contains(&cluster) {
+        if drop_reference() && cluster < state.end && !state.unscanned.contains(&cluster) {
             state.add_free(cluster, 1, zero);
         }
     }
@@ -252,7 +254,7 @@ impl Qcow2 {
                 return Ok(());
             }
             if lock(&allocator.state).free.is_empty() {
-                self.scan_one_slice(queue).await?;
+                self.scan_one_slice(queue).await;
             }
             let per_slice = writer.refcounts.per_slice();
             let found = {
@@ -295,7 +297,7 @@ impl Qcow2 {
     }
 
     /// Looks for free clusters in the next part of the file that was there at open.
-    async fn scan_one_slice(&self, queue: &Queue) -> Result<()> {
+    async fn scan_one_slice(&self, queue: &Queue) {
         let writer = self.writer();
         let per_slice = writer.refcounts.per_slice();
         let part = {
@@ -304,11 +306,18 @@ impl Qcow2 {
             start..((start / per_slice + 1) * per_slice).min(state.unscanned.end)
         };
         if part.is_empty() {
-            return Ok(());
+            return;
         }
         // What no refcount block counts is free, but is left alone: it would need a block.
+        // So is what a block counts that cannot be read.
         let slice = match writer.refcounts.has_block(part.start) {
-            true => Some(self.refcount_slice(queue, part.start).await?),
+            true => match self.refcount_slice(queue, part.start).await {
+                Ok(slice) => Some(slice),
+                Err(error) => {
+                    tracing::warn!(%error, "no free clusters are looked for there");
+                    None
+                }
+            },
             false => None,
         };
         let structures = self.structures_in(&part);
@@ -324,7 +333,6 @@ impl Qcow2 {
                 }
             }
         }
-        Ok(())
     }
 
     /// The clusters of `part` that hold the header or a table in use. Refcounts that lie must not make

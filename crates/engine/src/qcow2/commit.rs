@@ -23,7 +23,7 @@
 //! A step that has no space is not a latch: what it was to write stays dirty, and the flush fails
 //! (J25). Any other failure latches (R6).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::future::join_all;
 use stillpoint_io::{Durability, Error, Kind, Queue, Result, Segments};
@@ -59,6 +59,8 @@ struct Work<'a> {
     unlinked: Vec<SliceImage<Inflights>>,
     /// Changed L1 entries, with the words that the file holds.
     l1: BTreeMap<u64, u64>,
+    /// L1 entries that this commit, or an earlier one without space, may have written already.
+    l1_again: BTreeSet<u64>,
     refcounts: Vec<SliceImage<()>>,
     table: Option<Change>,
     freed: Vec<Freed>,
@@ -96,24 +98,27 @@ impl Qcow2 {
     /// Whether every mapping is durable: no metadata awaits a commit, and none is being committed.
     pub(crate) fn is_clean(&self) -> bool {
         let writer = self.writer();
-        // ORDER: idle after dirty, since a commit that begins in between has taken what was dirty and
-        // not ended; the latch last, since a commit that failed has closed it before it ended.
-        self.l2.is_clean()
+        // ORDER: no commit before, after, or in between; one that ran meanwhile may have taken what
+        // was dirty and put it back. The latch last: a commit that fails closes it before it ends.
+        let idle = writer.committer.commits.idle_since();
+        idle.is_some()
+            && self.l2.is_clean()
             && self.l1.is_clean()
             && writer.refcounts.is_clean()
-            && writer.committer.commits.is_idle()
+            && writer.committer.commits.idle_since() == idle
             && writer.committer.latch.check().is_ok()
     }
 
     async fn commit_now(&self, queue: &Queue) -> Done {
         let writer = self.writer();
-        let writes = writer.writes.load(SeqCst);
-        // ORDER: what is freed first, then mappings, then refcounts; see the module's head.
+        // ORDER: what is freed first, then mappings, then the table of blocks, then refcounts, each
+        // before what it needs; and last what the barrier has to cover, which is in the file by now.
         let freed = writer.releases.take();
         let slices = self.l2.take_dirty();
-        let l1 = self.l1.take_changed();
-        let refcounts = writer.refcounts.cache.take_dirty();
+        let (l1, l1_again) = self.l1.take_changed();
         let table = writer.refcounts.take_change();
+        let refcounts = writer.refcounts.cache.take_dirty();
+        let writes = writer.writes.load(SeqCst);
         let slices_per_table = self.cluster_size() / self.slice_bytes();
         let (unlinked, linked) =
             slices.into_iter().partition(|slice| l1.contains_key(&(slice.key / slices_per_table)));
@@ -122,6 +127,7 @@ impl Qcow2 {
             linked,
             unlinked,
             l1,
+            l1_again,
             refcounts,
             table,
             freed,
@@ -141,10 +147,12 @@ impl Qcow2 {
                     });
                 }
             }
-            Err(error) if error.kind() == Kind::NoSpace => work.put_back(),
             Err(error) => {
-                work.over = true;
-                writer.committer.latch.close(error);
+                if error.kind() != Kind::NoSpace {
+                    writer.committer.latch.close(error);
+                }
+                // Latched or not, what was not written is nowhere else: reads must go on finding it.
+                work.put_back();
             }
         }
         result
@@ -192,16 +200,18 @@ impl Work<'_> {
             self.write_table(queue).await?;
             // ORDER: a block's entry before any mapping that the block counts.
             image.barrier(queue).await?;
+            if let Some(Change::Moved { old_first, old_clusters, .. }) = self.table.take() {
+                self.freed.push(Freed::clusters(old_first, old_clusters));
+            }
         }
-        if !self.linked.is_empty() || !self.l1.is_empty() {
+        // From here on the file may name the new tables: a further try must not write to them early.
+        self.l1_again.extend(std::mem::take(&mut self.l1).into_keys());
+        if !self.linked.is_empty() || !self.l1_again.is_empty() {
             self.write_mappings(queue).await?;
             // ORDER: mappings before the answer, and before anything they freed is released (R4).
             image.barrier(queue).await?;
         }
         writer.committer.covered.store(self.writes, SeqCst);
-        if let Some(Change::Moved { old_first, old_clusters }) = self.table.take() {
-            self.freed.push(Freed::clusters(old_first, old_clusters));
-        }
         Ok(())
     }
 
@@ -214,36 +224,25 @@ impl Work<'_> {
             })
         })?;
         runs.extend(merge(&self.unlinked, |key| self.l2_home(key))?);
-        if let Some(Change::Moved { .. }) = &self.table {
-            let (offset, bytes) = refcounts.with_table(|table| {
-                let mut bytes = bytes_of(&table.blocks);
-                bytes.resize((table.clusters << image.geometry().cluster_bits) as usize, 0);
-                (table.host_offset, bytes)
-            });
-            runs.push((offset, bytes));
+        if let Some(Change::Moved { host_offset, bytes, .. }) = &self.table {
+            runs.push((*host_offset, bytes.clone()));
         }
         self.write_runs(queue, runs).await
     }
 
     async fn write_table(&self, queue: &Queue) -> Done {
         let image = self.image;
-        let refcounts = &image.writer().refcounts;
         match &self.table {
             None => Ok(()),
             Some(Change::Entries(entries)) => {
-                for &index in entries {
-                    let (offset, block) = refcounts.with_table(|table| {
-                        (table.host_offset + index * 8, table.blocks[index as usize])
-                    });
+                for &(_, offset, block) in entries {
                     image.patch(queue, offset, &block.to_be_bytes()).await?;
                 }
                 Ok(())
             }
-            Some(Change::Moved { .. }) => {
-                let (offset, clusters) =
-                    refcounts.with_table(|table| (table.host_offset, table.clusters));
-                let mut pointer = offset.to_be_bytes().to_vec();
-                pointer.extend((clusters as u32).to_be_bytes());
+            Some(Change::Moved { host_offset, clusters, .. }) => {
+                let mut pointer = host_offset.to_be_bytes().to_vec();
+                pointer.extend((*clusters as u32).to_be_bytes());
                 image.patch(queue, HEADER_REFCOUNT_TABLE, &pointer).await
             }
         }
@@ -255,7 +254,7 @@ impl Work<'_> {
         // L1 entries in whole blocks of the file; the table's last block is zero behind it.
         let block_words = (u64::from(image.file.facts().request_align) / 8).max(1);
         let mut next = 0;
-        for &index in self.l1.keys() {
+        for &index in &self.l1_again {
             if index < next {
                 continue;
             }
@@ -291,9 +290,12 @@ impl Work<'_> {
         for slice in &self.refcounts {
             slice.mark_dirty();
         }
-        self.image.l1.put_back(std::mem::take(&mut self.l1));
-        if let Some(change) = self.table.take() {
-            writer.refcounts.put_back(change);
+        let l1 = std::mem::take(&mut self.l1);
+        self.image.l1.put_back(l1, std::mem::take(&mut self.l1_again));
+        if let Some(change) = self.table.take()
+            && let Some((first, count)) = writer.refcounts.put_back(change)
+        {
+            writer.releases.push(Freed::clusters(first, count));
         }
         writer.releases.put_back(std::mem::take(&mut self.freed));
     }
@@ -304,6 +306,7 @@ impl Drop for Work<'_> {
     fn drop(&mut self) {
         if !self.over {
             let why = "a commit was dropped before its end";
+            self.put_back();
             self.image.writer().committer.latch.close(&Error::new(
                 Kind::Cancelled,
                 "commit metadata",

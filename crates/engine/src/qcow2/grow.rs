@@ -11,6 +11,7 @@
 
 use std::ops::Range;
 
+use stillpoint_format::qcow2::header::REFCOUNT_TABLE_SIZE_MAX;
 use stillpoint_io::{Error, Kind, Manage, Queue, Result};
 
 use super::allocate::{Growing, Reservation};
@@ -20,7 +21,11 @@ use super::{Done, Qcow2};
 impl Qcow2 {
     /// A growth step in clusters.
     pub(super) fn growth_step(&self) -> u64 {
-        (self.policy.grow.1 >> self.geometry().cluster_bits).max(1)
+        // A step pins the slice of each block that it adds: they must fit into the cache.
+        let geometry = self.geometry();
+        let frames = self.writer().refcounts.cache.capacity();
+        let most = (frames / 4) * geometry.refcounts_per_block();
+        (self.policy.grow.1 >> geometry.cluster_bits).clamp(1, most)
     }
 
     /// Grows the file soon, off the request path.
@@ -40,8 +45,11 @@ impl Qcow2 {
         let writer = self.writer();
         let allocator = &writer.allocator;
         let growing = allocator.growing.lock().await;
-        if *growing == Growing::Closed || allocator.fresh_count() >= enough {
+        if allocator.fresh_count() >= enough {
             return Ok(());
+        }
+        if *growing == Growing::Closed {
+            return Err(Error::new(Kind::Cancelled, "grow the image", "it is being closed"));
         }
         writer.committer.latch.check()?;
         let old_end = allocator.end();
@@ -127,7 +135,7 @@ impl Qcow2 {
         let mut counted: Vec<Range<u64>> = Vec::new();
         let (mut start, mut seen) = (old_end, old_end);
         for _ in 0..ROUNDS_MAX {
-            let (end, table_clusters) = self.growth_target(start, step);
+            let (end, table_clusters) = self.growth_target(start, step)?;
             while seen < end {
                 let slice_end = (seen / per_slice + 1) * per_slice;
                 let part = seen..slice_end.min(end);
@@ -155,29 +163,37 @@ impl Qcow2 {
     }
 
     /// The end to grow to, and the clusters of the new refcount table that it takes.
-    fn growth_target(&self, start: u64, step: u64) -> (u64, u64) {
+    fn growth_target(&self, start: u64, step: u64) -> Result<(u64, u64)> {
         let mut table_clusters = 0;
         loop {
             // The table, a block for each range that it may touch, and something to use.
             let end = start + step.max(table_clusters + table_clusters / 32 + 4);
-            let needed = self.table_growth(end);
+            let needed = self.table_growth(end)?;
             if needed <= table_clusters {
-                return (end, table_clusters);
+                return Ok((end, table_clusters));
             }
             table_clusters = needed;
         }
     }
 
     /// Clusters of a new refcount table that counts up to `end`; 0 if the present one does.
-    fn table_growth(&self, end: u64) -> u64 {
+    fn table_growth(&self, end: u64) -> Result<u64> {
         let geometry = self.geometry();
         let have = self.writer().refcounts.table_entries();
         // Half as much again, and room for the clusters that the table itself takes.
         let need = end.div_ceil(geometry.refcounts_per_block()) + 1;
         if need <= have {
-            return 0;
+            return Ok(0);
         }
-        (need.max(have + have / 2) * 8).div_ceil(geometry.cluster_size()) + 1
+        let entries_max = REFCOUNT_TABLE_SIZE_MAX / 8;
+        if need > entries_max {
+            let why = "its refcount table would exceed 8 MiB, the most that readers accept";
+            return Err(Error::new(Kind::Limit, "grow the image", why)
+                .file(self.file.name())
+                .remedy("convert it to one with larger clusters"));
+        }
+        let entries = need.max(have + have / 2).min(entries_max);
+        Ok((entries * 8).div_ceil(geometry.cluster_size()))
     }
 }
 

@@ -63,11 +63,18 @@ impl Qcow2 {
         // The last cluster is read whole blocks at a time and cut off at the disk's size afterwards.
         let mapped = self.size.next_multiple_of(self.cluster_size());
         let inside = into.len().min(mapped.saturating_sub(offset) as usize);
+        let mut looked_up: Done = Ok(());
         let mut reads: SmallVec<[Completion; 4]> = SmallVec::new();
         let mut others: Vec<LocalBoxFuture<'_, Done>> = Vec::new();
         while done < inside {
             let position = offset + done as u64;
-            let run = self.run_at(queue, position, (inside - done) as u64).await?;
+            let run = match self.run_at(queue, position, (inside - done) as u64).await {
+                Ok(run) => run,
+                Err(error) => {
+                    looked_up = Err(error);
+                    break;
+                }
+            };
             let length = run.length as usize;
             let part = into.slice(done..done + length);
             match run.source {
@@ -84,12 +91,14 @@ impl Qcow2 {
             }
             done += length;
         }
+        // R4: all are awaited, whatever became of the others; a request leaves when its last I/O ends.
         for other in join_all(others).await {
-            other?;
+            looked_up = looked_up.and(other);
         }
         for read in reads {
-            read.await?;
+            looked_up = looked_up.and(read.await.map(|_| ()));
         }
+        looked_up?;
         let inside = into.len().min(self.size.saturating_sub(offset) as usize);
         into.slice(inside..into.len()).fill(0);
         Ok(())

@@ -16,11 +16,11 @@ use std::time::Duration;
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_format::qcow2::geometry::Geometry;
 use stillpoint_format::qcow2::refcount;
-use stillpoint_io::{Queue, Result, Segments};
+use stillpoint_io::{Kind, Queue, Result, Segments};
 
 use super::Qcow2;
 use super::allocate::Reservation;
-use super::tables::word_at;
+use super::tables::{bytes_of, word_at};
 use crate::cache::{OwnedPin, Pin, SLICE_BYTES, SliceCache};
 use crate::sync::{Arc, Mutex, lock};
 
@@ -40,19 +40,21 @@ pub(super) struct Table {
     /// Where it is, or will be, in the file.
     pub(super) host_offset: u64,
     pub(super) clusters: u64,
+    /// Blocks that have a place and do not count themselves yet: not to be written.
+    placed: BTreeSet<u64>,
     /// Entries that the file's table lacks.
     changed: BTreeSet<u64>,
     /// The file's table is still another one: its first cluster and its clusters.
     moved_from: Option<(u64, u64)>,
 }
 
-/// What a commit has to write of the table.
+/// What a commit has to write of the table, as it was when the commit took it.
 #[derive(Debug)]
 pub(super) enum Change {
-    /// Some entries of the table in place.
-    Entries(BTreeSet<u64>),
+    /// Some entries of the table in place: index, host offset of the entry, and word.
+    Entries(Vec<(u64, u64, u64)>),
     /// A whole new table, then the header's pointer; the old one's clusters are free afterwards.
-    Moved { old_first: u64, old_clusters: u64 },
+    Moved { host_offset: u64, clusters: u64, bytes: Vec<u8>, old_first: u64, old_clusters: u64 },
 }
 
 impl Refcounts {
@@ -68,8 +70,14 @@ impl Refcounts {
         // A host offset has 56 bits, and a table 8 MiB.
         let block_count_max = ((1 << 56) / geometry.refcount_block_covers()).clamp(1, 1 << 20);
         let keys = block_count_max * slices_per_block;
-        let table =
-            Table { blocks, host_offset, clusters, changed: BTreeSet::new(), moved_from: None };
+        let table = Table {
+            blocks,
+            host_offset,
+            clusters,
+            placed: BTreeSet::new(),
+            changed: BTreeSet::new(),
+            moved_from: None,
+        };
         Refcounts {
             geometry,
             slice_bytes,
@@ -119,6 +127,7 @@ impl Refcounts {
 
     /// Sets the refcounts of reserved clusters to 1, together with the mapping that uses them.
     pub(crate) fn publish(&self, reserved: &Reservation, geometry: Geometry) {
+        debug_assert_eq!(reserved.refcounts.key(), reserved.first / self.per_slice());
         let slice = reserved.refcounts.pin();
         let mut slice = slice.edit();
         for cluster in reserved.first..reserved.first + reserved.count {
@@ -147,11 +156,12 @@ impl Refcounts {
 
     /// Gives new blocks their places (index in the table, host offset), in memory alone.
     pub(super) fn place_blocks(&self, blocks: &[(u64, u64)]) {
-        let table = &mut lock(&self.table).blocks;
+        let mut table = lock(&self.table);
         for &(index, host_offset) in blocks {
-            let length = table.len().max(index as usize + 1);
-            table.resize(length, 0);
-            table[index as usize] = host_offset;
+            let length = table.blocks.len().max(index as usize + 1);
+            table.blocks.resize(length, 0);
+            table.blocks[index as usize] = host_offset;
+            table.placed.insert(index);
         }
     }
 
@@ -165,6 +175,7 @@ impl Refcounts {
         clusters: u64,
     ) -> Option<(u64, u64)> {
         let mut table = lock(&self.table);
+        table.placed.clear();
         table.changed.extend(blocks.iter().map(|&(index, _)| index));
         if clusters == 0 {
             return None;
@@ -189,20 +200,30 @@ impl Refcounts {
     pub(super) fn take_change(&self) -> Option<Change> {
         let mut table = lock(&self.table);
         let changed = std::mem::take(&mut table.changed);
-        match table.moved_from.take() {
-            Some((old_first, old_clusters)) => Some(Change::Moved { old_first, old_clusters }),
-            None if changed.is_empty() => None,
-            None => Some(Change::Entries(changed)),
+        if let Some((old_first, old_clusters)) = table.moved_from.take() {
+            let linked = |(index, &block)| if table.placed.contains(&index) { 0 } else { block };
+            let words: Vec<u64> = (0..).zip(&table.blocks).map(linked).collect();
+            let mut bytes = bytes_of(&words);
+            bytes.resize((table.clusters << self.geometry.cluster_bits) as usize, 0);
+            let (host_offset, clusters) = (table.host_offset, table.clusters);
+            return Some(Change::Moved { host_offset, clusters, bytes, old_first, old_clusters });
         }
+        let entry = |index| (index, table.host_offset + index * 8, table.blocks[index as usize]);
+        let entries: Vec<_> = changed.into_iter().map(entry).collect();
+        (!entries.is_empty()).then_some(Change::Entries(entries))
     }
 
-    /// Puts back what a commit had no space to write.
-    pub(super) fn put_back(&self, change: Change) {
+    /// Puts back what a commit had no space to write. If the table has moved again meanwhile, the one
+    /// between is in no file: it is returned, as first cluster and count.
+    pub(super) fn put_back(&self, change: Change) -> Option<(u64, u64)> {
         let mut table = lock(&self.table);
         match change {
-            Change::Entries(entries) => table.changed.extend(entries),
-            Change::Moved { old_first, old_clusters } => {
-                table.moved_from = Some((old_first, old_clusters));
+            Change::Entries(entries) => {
+                table.changed.extend(entries.into_iter().map(|(index, ..)| index));
+                None
+            }
+            Change::Moved { old_first, old_clusters, .. } => {
+                table.moved_from.replace((old_first, old_clusters))
             }
         }
     }
@@ -268,6 +289,13 @@ impl Qcow2 {
             queue.sleep(Duration::from_micros(50)).await;
             return Ok(());
         }
-        self.commit(queue).await
+        match self.commit(queue).await {
+            // What has no space stays dirty and pinned: wait for others to let go.
+            Err(error) if error.kind() == Kind::NoSpace => {
+                queue.sleep(Duration::from_millis(1)).await;
+                Ok(())
+            }
+            other => other,
+        }
     }
 }

@@ -140,9 +140,9 @@ impl Qcow2 {
         let _one_at_a_time = writer.releases.releasing.lock().await;
         // R4: whoever resolved its range by the old mapping has left.
         writer.tracker.quiesce().await;
-        let mut clusters: Vec<u64> =
-            freed.iter().flat_map(|freed| freed.first..freed.first + freed.count).collect();
-        clusters.sort_unstable();
+        let mut freed = freed;
+        freed.sort_unstable_by_key(|freed| freed.first);
+        let clusters = freed.iter().flat_map(|freed| freed.first..freed.first + freed.count);
         let mut unused: Option<Range<u64>> = None;
         for cluster in clusters {
             match self.drop_shared(queue, cluster).await {
@@ -208,7 +208,7 @@ impl Qcow2 {
             match self.refcount_slice(queue, cluster).await {
                 // R4: reused only now.
                 Ok(slice) => writer.allocator.recycle(cluster, zero, || {
-                    writer.refcounts.drop_one(&slice.pin(), cluster);
+                    writer.refcounts.drop_one(&slice.pin(), cluster) == Some(0)
                 }),
                 Err(error) => leaked(&error, cluster),
             }

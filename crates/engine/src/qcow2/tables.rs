@@ -7,12 +7,14 @@
 //! A missing table is *made* before the first mapping in it; one shared with an internal snapshot is
 //! *copied*. Both happen under one lock and are rare.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+use std::time::Duration;
 
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_format::addr::HostOffset;
 use stillpoint_format::qcow2::entry::L1Entry;
-use stillpoint_io::{Durability, Queue, Result, Segments};
+use stillpoint_io::{Durability, Kind, Queue, Result, Segments};
 
 use super::inflight::Inflights;
 use super::release::Freed;
@@ -28,6 +30,8 @@ pub(crate) struct L1 {
     words: Box<[AtomicU64]>,
     /// Entries changed since the last commit, with the words that the disk holds.
     changed: Mutex<BTreeMap<u64, u64>>,
+    /// Entries that a commit may have written, or not, before it ran out of space.
+    again: Mutex<BTreeSet<u64>>,
     making: AsyncMutex<()>,
     loading: [AsyncMutex<()>; LOAD_LOCKS],
 }
@@ -40,6 +44,7 @@ impl L1 {
             host_offset,
             words: words.map(AtomicU64::new).collect(),
             changed: Mutex::default(),
+            again: Mutex::default(),
             making: AsyncMutex::new(()),
             loading: [const { AsyncMutex::new(()) }; LOAD_LOCKS],
         }
@@ -61,17 +66,18 @@ impl L1 {
 
     /// Whether nothing awaits a commit.
     pub(crate) fn is_clean(&self) -> bool {
-        lock(&self.changed).is_empty()
+        lock(&self.changed).is_empty() && lock(&self.again).is_empty()
     }
 
-    /// Takes the changed entries, with the words that the disk holds.
-    pub(crate) fn take_changed(&self) -> BTreeMap<u64, u64> {
-        std::mem::take(&mut *lock(&self.changed))
+    /// Takes the changed entries, with the words that the disk holds, and those to be written again.
+    pub(crate) fn take_changed(&self) -> (BTreeMap<u64, u64>, BTreeSet<u64>) {
+        (std::mem::take(&mut *lock(&self.changed)), std::mem::take(&mut *lock(&self.again)))
     }
 
     /// Puts back what a commit had no space to write.
-    pub(crate) fn put_back(&self, taken: BTreeMap<u64, u64>) {
+    pub(crate) fn put_back(&self, taken: BTreeMap<u64, u64>, again: BTreeSet<u64>) {
         lock(&self.changed).extend(taken);
+        lock(&self.again).extend(again);
     }
 
     /// The words from `first` on as the disk is to hold them now: entries changed since the last
@@ -142,11 +148,16 @@ impl Qcow2 {
             if let Some(pin) = self.l2.pin(key) {
                 return Ok(Some(pin));
             }
-            let Some(home) = self.slice_home(key)? else { return Ok(None) };
+            if self.slice_home(key)?.is_none() {
+                return Ok(None);
+            }
             let loading = self.l1.loading[key as usize % LOAD_LOCKS].lock().await;
             if let Some(pin) = self.l2.pin(key) {
                 return Ok(Some(pin));
             }
+            // Asked under the lock: the table may have been copied, and this slice changed, committed
+            // and evicted, while we waited.
+            let Some(home) = self.slice_home(key)? else { return Ok(None) };
             if home >= self.file.end() {
                 return Err(self.corrupt(
                     "read an L2 table",
@@ -168,12 +179,18 @@ impl Qcow2 {
 
     /// Every frame is pinned: commit what is dirty, or let requests end.
     async fn relieve_cache(&self, queue: &Queue) -> Done {
-        if self.writer.is_some() && !self.l2.is_clean() {
-            self.commit(queue).await?;
-        } else {
-            queue.sleep(std::time::Duration::from_micros(50)).await;
+        if self.writer.is_none() || self.l2.is_clean() {
+            queue.sleep(Duration::from_micros(50)).await;
+            return Ok(());
         }
-        Ok(())
+        match self.commit(queue).await {
+            // What has no space stays dirty and pinned; that is its writers' error, not ours.
+            Err(error) if error.kind() == Kind::NoSpace => {
+                queue.sleep(Duration::from_millis(1)).await;
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     /// The slice with this key, in a table that may be changed in place; made or copied if need be.

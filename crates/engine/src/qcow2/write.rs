@@ -231,7 +231,12 @@ impl Qcow2 {
             let (_, index) = self.locate(position);
             let from = position % cluster_size;
             let to = cluster_size.min(from + (length - batch.length) as u64);
-            let cluster = self.entry_locked(&slice, index)?;
+            let cluster = match self.entry_locked(&slice, index) {
+                Ok(cluster) => cluster,
+                // What is planned has joined already: it goes first, and the error comes next.
+                Err(_) if batch.length > 0 => return Ok(Plan::Write(batch)),
+                Err(error) => return Err(error),
+            };
             let touched = self.codec.units(from, to);
             let own_host = cluster.host.filter(|_| cluster.copied);
             if let Some(host) = own_host
@@ -251,9 +256,11 @@ impl Qcow2 {
                     Some(host) => (host, None),
                     None => {
                         let Some(one) = reserved.as_mut().and_then(Reservation::take_one) else {
-                            let count =
-                                self.clusters_to_allocate(&slice, position, length - batch.length)?;
-                            return Ok(batch.or(Plan::Reserve(count)));
+                            if batch.length > 0 {
+                                return Ok(Plan::Write(batch));
+                            }
+                            let count = self.clusters_to_allocate(&slice, position, length)?;
+                            return Ok(Plan::Reserve(count));
                         };
                         (one.first << self.geometry().cluster_bits, Some(one))
                     }
@@ -328,10 +335,15 @@ impl Qcow2 {
         let mut result: Done = results.into_iter().collect();
         let cluster_bits = self.geometry().cluster_bits;
         let (_, first) = self.locate(offset);
-        for index in fills {
-            let guest = ((offset >> cluster_bits) + (index - first) as u64) << cluster_bits;
-            let filled = self.fill(queue, &ending.pin, index, guest).await;
-            result = result.and(filled);
+        // All are begun before the first waits: whatever becomes of this request, each has its end.
+        let fills: SmallVec<[_; 2]> = fills
+            .into_iter()
+            .map(|index| Filling { image: self, pin: &ending.pin, index, over: false })
+            .collect();
+        for filling in fills {
+            let index = (filling.index - first) as u64;
+            let guest = ((offset >> cluster_bits) + index) << cluster_bits;
+            result = result.and(self.fill(queue, filling, guest).await);
         }
         for wait in waits {
             result = result.and(wait.wait().await);
@@ -343,14 +355,8 @@ impl Qcow2 {
     }
 
     /// Copies what nobody wrote into a closed allocation, and publishes it.
-    async fn fill(
-        &self,
-        queue: &Queue,
-        pin: &OwnedPin<Inflights>,
-        index: usize,
-        guest: u64,
-    ) -> Done {
-        let mut filling = Filling { image: self, pin, index, over: false };
+    async fn fill(&self, queue: &Queue, mut filling: Filling<'_>, guest: u64) -> Done {
+        let (pin, index) = (filling.pin, filling.index);
         let (host, gaps) = pin.pin().edit().extra().gaps(index, self.geometry().subcluster_size());
         let copies = gaps.into_iter().map(|gap| async move {
             let bytes = Segments::alloc((gap.end - gap.start) as usize);
