@@ -207,7 +207,12 @@ async fn transmit(
             flow.broken.set(true);
         }
         // What was answered at once goes out at once.
-        writer.as_mut().poll(cx)
+        let written = writer.as_mut().poll(cx);
+        if flow.crowded.get() && flow.has_room() {
+            // It made room after the reader had looked.
+            cx.waker().wake_by_ref();
+        }
+        written
     })
     .await;
     end
@@ -236,6 +241,8 @@ struct Flow<F: Future<Output = Answer>> {
     turn_bytes: Cell<usize>,
     /// The reader waits for the client to send a payload that it has announced.
     receiving: Cell<bool>,
+    /// The reader waits for room.
+    crowded: Cell<bool>,
 }
 
 impl<F: Future<Output = Answer>> Flow<F> {
@@ -252,6 +259,7 @@ impl<F: Future<Output = Answer>> Flow<F> {
             moves: Cell::new(0),
             turn_bytes: Cell::new(0),
             receiving: Cell::new(false),
+            crowded: Cell::new(false),
         }
     }
 
@@ -308,15 +316,18 @@ impl<F: Future<Output = Answer>> Flow<F> {
         }
     }
 
-    /// Waits until one more request may be in flight. The writer, which makes room, shares the task
-    /// and is polled before the reader: nobody needs to be woken.
+    /// Whether one more request may be in flight.
+    fn has_room(&self) -> bool {
+        let unsent = self.sending.get() + self.outbox.borrow().reply_count();
+        self.slots.borrow().len() + unsent < self.in_flight_max
+    }
+
+    /// Waits until one more request may be in flight. The writer, which makes room, shares the task:
+    /// whoever polls them both looks after it again.
     async fn room(&self) {
         poll_fn(|_| {
-            let unsent = self.sending.get() + self.outbox.borrow().reply_count();
-            match self.slots.borrow().len() + unsent < self.in_flight_max {
-                true => Poll::Ready(()),
-                false => Poll::Pending,
-            }
+            self.crowded.set(!self.has_room());
+            if self.crowded.get() { Poll::Pending } else { Poll::Ready(()) }
         })
         .await;
     }
