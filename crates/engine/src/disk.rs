@@ -328,10 +328,10 @@ impl Disk {
 
     /// What the run of bytes at `offset` is, up to `length` bytes, or fewer than the run has.
     pub async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<Status> {
-        let range = self.check(offset, length, "look up")?;
-        let part = range.start..range.end.min(range.start + PART);
-        let _entered = self.tracker.enter(part.clone(), Mode::Shared).await;
-        self.image.status(queue, offset, part.end - part.start, 0).await
+        self.check(offset, length, "look up")?;
+        // Registered, so that no table is given back while it is looked at (R4); nothing is excluded.
+        let _entered = self.tracker.enter(offset..offset, Mode::Shared).await;
+        self.image.status(queue, offset, length, 0).await
     }
 
     /// Waits for the requests under way, flushes, gives back space grown ahead and leaves the image
