@@ -232,7 +232,7 @@ fn joined_writes_and_the_copy_fill_a_cluster_before_it_is_published() {
             }
         };
         host[byte as usize].store(byte + 1, SeqCst);
-        let (next, publication, _) = pin.edit().extra().finish(&share, true, 1);
+        let (next, publication, _) = pin.edit().extra().finish(&share, true);
         assert!(publication.is_none(), "the host area is stale");
         match next {
             Next::Done => unreachable!("a fill writer fills or waits"),

@@ -81,7 +81,7 @@ impl Qcow2 {
         // ORDER: a commit that begins in between must find a block's own refcount before its entry.
         writer.refcounts.place_blocks(&blocks);
         for cluster in &counted {
-            writer.refcounts.publish(cluster, geometry);
+            writer.refcounts.publish(cluster);
         }
         let replaced =
             writer.refcounts.link_blocks(&blocks, table.start << bits, growth.table_clusters);

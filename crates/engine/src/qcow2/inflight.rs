@@ -198,7 +198,6 @@ impl Inflights {
         &mut self,
         share: &Share,
         succeeded: bool,
-        all_units: u32,
     ) -> (Next, Option<Publication>, Option<Reservation>) {
         let inflight = self.find(share.index).expect("its writers keep it in the list");
         inflight.writers -= 1;
@@ -227,7 +226,6 @@ impl Inflights {
                 }
             }
         }
-        debug_assert!(inflight.host_zero & !all_units == 0);
         let back = self.retire(share.index);
         (next, publication, back)
     }

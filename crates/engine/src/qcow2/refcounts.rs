@@ -11,12 +11,11 @@
 //! [`drop_one`]: Refcounts::drop_one
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_format::qcow2::geometry::Geometry;
 use stillpoint_format::qcow2::refcount;
-use stillpoint_io::{Kind, Queue, Result, Segments};
+use stillpoint_io::{Queue, Result, Segments};
 
 use super::Qcow2;
 use super::allocate::Reservation;
@@ -126,15 +125,16 @@ impl Refcounts {
     }
 
     /// Sets the refcounts of reserved clusters to 1, together with the mapping that uses them.
-    pub(crate) fn publish(&self, reserved: &Reservation, geometry: Geometry) {
+    pub(crate) fn publish(&self, reserved: &Reservation) {
+        let order = self.geometry.refcount_order;
         debug_assert_eq!(reserved.refcounts.key(), reserved.first / self.per_slice());
         let slice = reserved.refcounts.pin();
         let mut slice = slice.edit();
         for cluster in reserved.first..reserved.first + reserved.count {
             let (index, within) = self.place(cluster);
             let word = slice.word(index);
-            debug_assert_eq!(refcount::get(word, within, geometry.refcount_order), 0);
-            slice.store(index, refcount::set(word, within, geometry.refcount_order, 1));
+            debug_assert_eq!(refcount::get(word, within, order), 0);
+            slice.store(index, refcount::set(word, within, order, 1));
         }
     }
 
@@ -258,7 +258,7 @@ impl Qcow2 {
             let bytes = bytes.to_vec();
             if refcounts.cache.insert(key, |index| word_at(&bytes, index)).is_none() {
                 drop(loading);
-                self.relieve_refcounts(queue).await?;
+                self.relieve(queue, refcounts.cache.is_clean()).await?;
             }
         }
     }
@@ -278,24 +278,8 @@ impl Qcow2 {
             let loading = refcounts.loading.lock().await;
             if refcounts.cache.pin(key).is_none() && refcounts.cache.insert(key, |_| 0).is_none() {
                 drop(loading);
-                self.relieve_refcounts(queue).await?;
+                self.relieve(queue, refcounts.cache.is_clean()).await?;
             }
-        }
-    }
-
-    /// Every frame is pinned: commit what is dirty, or let requests end.
-    async fn relieve_refcounts(&self, queue: &Queue) -> Result<()> {
-        if self.writer().refcounts.cache.is_clean() {
-            queue.sleep(Duration::from_micros(50)).await;
-            return Ok(());
-        }
-        match self.commit(queue).await {
-            // What has no space stays dirty and pinned: wait for others to let go.
-            Err(error) if error.kind() == Kind::NoSpace => {
-                queue.sleep(Duration::from_millis(1)).await;
-                Ok(())
-            }
-            other => other,
         }
     }
 }

@@ -173,13 +173,13 @@ impl Qcow2 {
             }
             drop(loading);
             // J37: wait while holding nothing.
-            self.relieve_cache(queue).await?;
+            self.relieve(queue, self.writer.is_none() || self.l2.is_clean()).await?;
         }
     }
 
-    /// Every frame is pinned: commit what is dirty, or let requests end.
-    async fn relieve_cache(&self, queue: &Queue) -> Done {
-        if self.writer.is_none() || self.l2.is_clean() {
+    /// Every frame of a cache is pinned: commit what is dirty, or let requests end.
+    pub(super) async fn relieve(&self, queue: &Queue, nothing_dirty: bool) -> Done {
+        if nothing_dirty {
             queue.sleep(Duration::from_micros(50)).await;
             return Ok(());
         }
@@ -243,7 +243,7 @@ impl Qcow2 {
             writer.allocator.give_back(cluster, false);
             return Err(error);
         }
-        writer.refcounts.publish(&cluster, self.geometry());
+        writer.refcounts.publish(&cluster);
         let linked = L1Entry { table: Some(HostOffset(host_offset)), copied: true };
         self.l1.change(self.l1_index(key), linked.encode());
         if let Some(HostOffset(old)) = entry.table {

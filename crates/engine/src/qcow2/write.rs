@@ -392,7 +392,7 @@ impl Qcow2 {
         let writer = self.writer();
         if let Some(reserved) = publication.reserved {
             // J38: the refcount changes here and not before.
-            writer.refcounts.publish(&reserved, self.geometry());
+            writer.refcounts.publish(&reserved);
         }
         if moved {
             self.free_mapping(&old);
@@ -477,7 +477,7 @@ impl Ending<'_> {
         let image = self.image;
         let inflights = slice.extra();
         let host = inflights.find(share.index).expect("its writers keep it in the list").host;
-        let (next, publication, back) = inflights.finish(share, succeeded, image.codec.all_units());
+        let (next, publication, back) = inflights.finish(share, succeeded);
         if let Some(publication) = publication {
             image.publish(slice, share.index, host, publication);
         }
