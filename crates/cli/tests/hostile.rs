@@ -320,6 +320,27 @@ fn an_external_data_file_is_missed_by_name() {
 }
 
 #[test]
+fn a_guest_cannot_write_to_the_tables_that_an_entry_claims_for_it() {
+    let tables = [0, REFCOUNT_TABLE, REFCOUNT_BLOCK, L1, L2];
+    for (table, flag) in tables[1..].iter().flat_map(|&table| [(table, COPIED), (table, 0)]) {
+        let image = Image::new();
+        image.poke_word(L2 + 3 * 8, table | flag);
+        let before = tables.map(|table| image.bytes()[table as usize..][..0x1_0000].to_vec());
+        let wrong = |ran: &Ran| ran.said.lines().filter(|line| line.contains("ERROR")).count();
+        let first = wrong(&image.read(&["check"]));
+        let ran = run(&[&WRITE[..], &["--pattern", "90", image.name()]].concat());
+        assert_eq!(ran.code, 0, "{table:#x}: {ran:?}");
+        assert!(ran.said.contains("own tables"), "{table:#x}: {ran:?}");
+        // The guest's bytes are elsewhere: no table holds any, and there is no more wrong than before.
+        let after = tables.map(|table| image.bytes()[table as usize..][..0x1_0000].to_vec());
+        let pattern = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [b'Z'; 64]);
+        assert!(!after.iter().any(|bytes| pattern(bytes)), "{table:#x}, {flag:#x}");
+        assert_eq!(before[0], after[0], "{table:#x}: the header has changed");
+        assert!(wrong(&image.read(&["check"])) <= first, "{table:#x}, {flag:#x}");
+    }
+}
+
+#[test]
 fn chains_that_come_back_to_themselves_are_refused() {
     let image = Image::new();
     let beside = |name: &str| image.folder.path().join(name);

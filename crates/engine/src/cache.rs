@@ -29,6 +29,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{
     AtomicU32, AtomicU64, AtomicUsize,
     Ordering::{Acquire, Relaxed, Release, SeqCst},
@@ -48,6 +49,8 @@ pub(crate) struct SliceCache<E> {
     slots: Box<[OnceLock<Box<[AtomicU32]>>]>,
     frames: Box<[OnceLock<Frame<E>>]>,
     words_per_slice: usize,
+    /// It has a frame for every key: nothing is ever evicted.
+    holds_all: bool,
     /// Frames made so far, and the clock's hand.
     made: AtomicUsize,
     hand: AtomicUsize,
@@ -79,6 +82,7 @@ impl<E: Default> SliceCache<E> {
             slots: (0..key_count.div_ceil(CHUNK)).map(|_| OnceLock::new()).collect(),
             frames: (0..frame_count).map(|_| OnceLock::new()).collect(),
             words_per_slice: (slice_bytes / 8) as usize,
+            holds_all: frame_count >= key_count,
             made: AtomicUsize::new(0),
             hand: AtomicUsize::new(0),
             dirty: Mutex::new(Vec::new()),
@@ -201,7 +205,7 @@ impl<E: Default> SliceCache<E> {
 
     /// Whether so much is dirty that a commit should not wait for the guest's flush.
     pub(crate) fn is_pressed(&self) -> bool {
-        self.dirty_count.load(Relaxed) * 2 > self.frames.len()
+        !self.holds_all && self.dirty_count.load(Relaxed) * 2 > self.frames.len()
     }
 
     /// Takes a copy of every dirty slice as it is now. Each stays pinned until its copy is dropped,
@@ -217,6 +221,9 @@ impl<E: Default> SliceCache<E> {
                 edit.dirty = false;
                 let words = frame.words.iter().map(|word| word.load(Relaxed)).collect();
                 self.dirty_count.fetch_sub(1, SeqCst);
+                if broken(Mutant::J37Dirty) {
+                    frame.pins.fetch_add(1, SeqCst);
+                }
                 // The pin that came with being dirty goes over to the copy.
                 let pin = OwnedPin { cache: self.clone(), index };
                 SliceImage { key: frame.key.load(Relaxed), words, pin }
@@ -368,7 +375,9 @@ impl<E: Default> Editing<'_, E> {
             return;
         }
         self.edit.dirty = true;
-        self.frame().pins.fetch_add(1, SeqCst);
+        if !broken(Mutant::J37Dirty) {
+            self.frame().pins.fetch_add(1, SeqCst);
+        }
         self.cache.dirty_count.fetch_add(1, SeqCst);
         lock(&self.cache.dirty).push(self.index);
     }

@@ -14,6 +14,7 @@ pub const CHAIN_LENGTH_MAX: usize = 256;
 
 /// One image of a chain; it knows the one behind it.
 #[derive(Debug)]
+#[cfg_attr(feature = "shuttle", allow(clippy::large_enum_variant, reason = "its locks are large"))]
 pub(crate) enum Layer {
     Raw(Raw),
     Qcow2(Arc<Qcow2>),

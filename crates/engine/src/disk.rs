@@ -13,6 +13,7 @@ use std::ops::Range;
 use stillpoint_io::{Access, Background, Durability, Error, Files, Kind, Queue, Result, Segments};
 
 use crate::chain::Layer;
+use crate::mutant::{Mutant, broken};
 use crate::open::Opening;
 use crate::options::{DetectZeroes, DiscardPolicy, ImageFormat, Options};
 use crate::qcow2::zero::Space;
@@ -197,7 +198,8 @@ impl Disk {
             let _entered = self.tracker.enter(range, Mode::Shared).await;
             return self.write_blocks(queue, offset, &from, durability).await;
         }
-        let _alone = self.tracker.enter(blocks, Mode::Exclusive).await;
+        let mode = unless(Mutant::R1Unaligned);
+        let _alone = self.tracker.enter(blocks, mode).await;
         Box::pin(self.write_alone(queue, range, from, durability)).await
     }
 
@@ -258,7 +260,8 @@ impl Disk {
         for part in parts(range) {
             // However long it takes, others on this queue have their turns.
             queue.yield_now().await;
-            let _alone = self.tracker.enter(self.clusters(&part), Mode::Exclusive).await;
+            let mode = unless(Mutant::R1Zeroing);
+            let _alone = self.tracker.enter(self.clusters(&part), mode).await;
             let rest = match &self.image {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
@@ -307,7 +310,8 @@ impl Disk {
                     }
                 }
                 Layer::Qcow2(image) => {
-                    let _alone = self.tracker.enter(self.clusters(&part), Mode::Exclusive).await;
+                    let mode = unless(Mutant::R1Zeroing);
+                    let _alone = self.tracker.enter(self.clusters(&part), mode).await;
                     let _kept_as_it_is = image.clear(queue, part, Space::Released).await?;
                 }
             }
@@ -423,6 +427,11 @@ impl Disk {
         };
         range.start / unit * unit..range.end.next_multiple_of(unit)
     }
+}
+
+/// Exclusive, unless this rule is broken.
+fn unless(mutant: Mutant) -> Mode {
+    if broken(mutant) { Mode::Shared } else { Mode::Exclusive }
 }
 
 fn check_transfer(range: &Range<u64>, op: &'static str) -> Result<()> {

@@ -7,6 +7,7 @@
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_io::{Error, Result};
 
+use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, lock};
 
@@ -22,7 +23,7 @@ pub(crate) struct Group {
 impl Group {
     /// Runs `flush`, or takes the outcome of another caller's that began after this was called.
     pub(crate) async fn run(&self, flush: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
-        let wanted = self.begun.load(SeqCst) + 1;
+        let wanted = self.begun.load(SeqCst) + u64::from(!broken(Mutant::J31Group));
         let _one_at_a_time = self.running.lock().await;
         if self.ended.load(SeqCst) >= wanted {
             return lock(&self.last).clone().map_or(Ok(()), Err);

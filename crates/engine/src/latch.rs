@@ -5,6 +5,7 @@
 
 use stillpoint_io::{Error, Kind, Result};
 
+use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use crate::sync::{Mutex, lock};
 
@@ -34,7 +35,7 @@ impl Latch {
     /// Refuses writing from now on, because of `error`.
     pub(crate) fn close(&self, error: &Error) {
         let mut first = lock(&self.first);
-        if first.is_none() {
+        if first.is_none() && !broken(Mutant::R6Latch) {
             tracing::error!(%error, "writing is refused from now on");
             *first = Some(error.clone());
             self.closed.store(true, SeqCst);

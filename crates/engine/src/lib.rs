@@ -14,6 +14,7 @@
 //! | `cache` | table slices in memory |
 //! | `group` | flushes that share their work |
 //! | `latch` | the refusal of writing after a failure |
+//! | [`mutant`] | rules that the simulator breaks; in the shipped program nothing can be broken |
 //! | [`offline`] | create, info, check, map: tools on images that nobody serves |
 
 mod cache;
@@ -23,6 +24,7 @@ mod group;
 #[cfg(all(test, feature = "shuttle"))]
 mod interleavings;
 mod latch;
+pub mod mutant;
 pub mod offline;
 mod open;
 pub mod options;

@@ -203,6 +203,7 @@ impl Opening<'_> {
                 tracker: self.tracker.clone(),
                 background: self.background.clone(),
                 writes: AtomicU64::new(0),
+                tables: Default::default(),
                 commit_wanted: AtomicBool::new(false),
             }),
         });

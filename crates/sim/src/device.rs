@@ -183,12 +183,21 @@ impl Medium {
         self.settle(sectors, |version| version.operation == operation);
     }
 
-    /// A flush that was submitted at `stamp` has succeeded.
-    pub fn settle_flush(&mut self, stamp: u64) {
+    /// A flush that was submitted at `stamp` has succeeded; a lying one leaves an operation out.
+    pub fn settle_flush(&mut self, stamp: u64, left_out: Option<u64>) {
         let sectors = self.volatile.keys().copied().collect();
         self.settle(sectors, |version| {
-            !version.given_up && version.completed.is_some_and(|completed| completed < stamp)
+            !version.given_up
+                && version.completed.is_some_and(|completed| completed < stamp)
+                && Some(version.operation) != left_out
         });
+    }
+
+    /// One of the operations that have not become durable.
+    pub fn any_volatile(&self, chance: &mut Chance) -> Option<u64> {
+        let operations: Vec<u64> =
+            self.volatile.values().flatten().map(|version| version.operation).collect();
+        (!operations.is_empty()).then(|| chance.pick(&operations))
     }
 
     /// A flush that was submitted at `stamp` has failed; says whether old bytes show again.
@@ -224,8 +233,8 @@ impl Medium {
         reverted
     }
 
-    /// What is left after a power cut, below `end` bytes.
-    pub fn power_cut(&self, end: u64, chance: &mut Chance) -> Medium {
+    /// What is left after a power cut, below `end` bytes; a lying medium `tears` within sectors.
+    pub fn power_cut(&self, end: u64, tears: bool, chance: &mut Chance) -> Medium {
         let kept_of_8 = chance.pick(&[0, 1, 4, 7, 8]);
         let torn = chance.one_in(2);
         let reordered = chance.one_in(4);
@@ -248,10 +257,46 @@ impl Medium {
             }
             let Some(last) = kept.last() else { continue };
             let content = if reordered { chance.pick(&kept) } else { *last };
-            after.set_durable(sector, content.clone());
+            let mut content = content.clone();
+            if tears && chance.one_in(2) {
+                content = self.torn(self.durable.get(&sector), content.as_ref());
+            }
+            after.set_durable(sector, content);
         }
         after.cut_to(end);
         after
+    }
+
+    /// The sectors that a power cut may change.
+    pub fn volatile_sectors(&self) -> impl Iterator<Item = u64> {
+        self.volatile.keys().copied()
+    }
+
+    /// What is left after a power cut, below `end` bytes, that keeps the newest content of just those
+    /// sectors that `keeps` accepts.
+    pub fn power_cut_keeping(&self, end: u64, keeps: impl Fn(u64) -> bool) -> Medium {
+        let mut after = Medium::new(self.sector_size as u32);
+        after.durable = self.durable.clone();
+        for (&sector, versions) in &self.volatile {
+            if let Some(version) = versions.iter().rfind(|version| !version.given_up)
+                && keeps(sector)
+            {
+                after.set_durable(sector, version.content.clone());
+            }
+        }
+        after.cut_to(end);
+        after
+    }
+
+    /// The first half of a guest's sector is new, and the rest is old.
+    fn torn(&self, old: Option<&Arc<[u8]>>, new: Option<&Arc<[u8]>>) -> Content {
+        let bytes = |content: Option<&Arc<[u8]>>| match content {
+            Some(bytes) => bytes.to_vec(),
+            None => vec![0; self.sector_size as usize],
+        };
+        let mut torn = bytes(old);
+        torn[..256].copy_from_slice(&bytes(new)[..256]);
+        Some(torn.into())
     }
 
     /// Forgets, durably, everything beyond `end`: the file was found to be so short.
@@ -287,7 +332,7 @@ mod tests {
     /// Every content that sector 0 takes over many cuts, in order.
     fn after_cuts(medium: &Medium) -> Vec<u8> {
         let mut found: Vec<u8> = (0..200)
-            .map(|seed| read(&medium.power_cut(u64::MAX / 2, &mut Chance::new(seed)), 0))
+            .map(|seed| read(&medium.power_cut(u64::MAX / 2, false, &mut Chance::new(seed)), 0))
             .collect();
         found.sort_unstable();
         found.dedup();
@@ -314,11 +359,11 @@ mod tests {
     #[test]
     fn a_flush_covers_what_completed_before_it_was_submitted() {
         let mut medium = written(&[1, 2, 3]);
-        medium.settle_flush(25);
+        medium.settle_flush(25, None);
         assert_eq!(after_cuts(&medium), [2, 3]);
-        medium.settle_flush(30);
+        medium.settle_flush(30, None);
         assert_eq!(after_cuts(&medium), [2, 3], "completed at 30 is not before 30");
-        medium.settle_flush(31);
+        medium.settle_flush(31, None);
         assert_eq!(after_cuts(&medium), [3]);
     }
 
@@ -326,7 +371,7 @@ mod tests {
     fn a_flush_does_not_cover_a_write_in_flight() {
         let mut medium = written(&[1]);
         medium.write(2, 0, &[2; 512]);
-        medium.settle_flush(100);
+        medium.settle_flush(100, None);
         assert_eq!(after_cuts(&medium), [1, 2]);
     }
 
@@ -336,14 +381,14 @@ mod tests {
         medium.write(2, 512, &[2; 512]);
         medium.settle_write(2, 512, 512);
         assert_eq!(after_cuts(&medium), [0, 1]);
-        let after = medium.power_cut(1024, &mut Chance::new(1));
+        let after = medium.power_cut(1024, false, &mut Chance::new(1));
         assert_eq!(read(&after, 512), 2);
     }
 
     #[test]
     fn a_lost_punch_brings_the_old_bytes_back() {
         let mut medium = written(&[1]);
-        medium.settle_flush(100);
+        medium.settle_flush(100, None);
         medium.zero(2, 0, 512);
         assert_eq!(read(&medium, 0), 0);
         assert!(!medium.is_data(0, 512));
@@ -356,7 +401,7 @@ mod tests {
         for seed in 0..400 {
             let mut medium = written(&[1]);
             medium.fail_flush(100, &mut Chance::new(seed));
-            medium.settle_flush(200);
+            medium.settle_flush(200, None);
             match (read(&medium, 0), after_cuts(&medium).as_slice()) {
                 (1, [0]) => lost += 1,
                 (0, [0]) => reverted += 1,
@@ -373,7 +418,7 @@ mod tests {
         medium.write(1, 0, &[1; 8192]);
         let mut torn = false;
         for seed in 0..100 {
-            let after = medium.power_cut(8192, &mut Chance::new(seed));
+            let after = medium.power_cut(8192, false, &mut Chance::new(seed));
             assert_eq!(read(&after, 0), read(&after, 4095));
             torn |= read(&after, 0) != read(&after, 4096);
         }
@@ -383,8 +428,8 @@ mod tests {
     #[test]
     fn what_lies_beyond_the_end_is_gone() {
         let mut medium = written(&[1]);
-        medium.settle_flush(100);
-        let after = medium.power_cut(100, &mut Chance::new(0));
+        medium.settle_flush(100, None);
+        let after = medium.power_cut(100, false, &mut Chance::new(0));
         assert_eq!((read(&after, 99), read(&after, 100)), (1, 0));
     }
 }

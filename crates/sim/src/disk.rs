@@ -1,5 +1,7 @@
 //! The engine's disk as a subject: images of every kind, on simulated files.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use stillpoint_engine::{AllocPolicy, DiscardPolicy, Disk, ImageFormat, Options, Zeroing};
@@ -9,13 +11,13 @@ use crate::chance::Chance;
 use crate::files::World;
 use crate::history::{History, Round, Subject};
 use crate::image;
-use crate::make::{Content, Spec, make};
+use crate::make::{Content, Made, Spec, make};
 use crate::oracle::{self, Oracle};
 use crate::plan::Plan;
 use crate::workload::{Script, Shape, Target};
 
-const IMAGE: &str = "vm/disk";
-const BACKING: &str = "base.raw";
+pub(crate) const IMAGE: &str = "vm/disk";
+pub(crate) const BACKING: &str = "base.raw";
 const BACKING_PATH: &str = "vm/base.raw";
 
 impl Target for Disk {
@@ -73,20 +75,28 @@ pub struct DiskSubject {
 }
 
 impl DiskSubject {
-    /// An image of any kind.
-    pub fn random(chance: &mut Chance) -> DiskSubject {
+    /// An image of any kind; for long histories a small one, since it is judged after every cut.
+    pub fn random(chance: &mut Chance, scale: Scale) -> DiskSubject {
         let raw = chance.one_in(12);
         let extended_l2 = chance.one_in(3);
         let smallest = if extended_l2 { 14 } else { 9 };
         // Large clusters cost time and find little more.
-        let cluster_bits = match chance.below(20) {
-            0 => 21,
-            1..4 => 16,
-            _ => chance.between(smallest, 16),
+        let cluster_bits = match (chance.below(20), scale) {
+            (0, Scale::Short) => 21,
+            (0..4, _) => 16,
+            (_, Scale::Short) => chance.between(smallest, 16),
+            (_, Scale::Long) => chance.between(smallest, smallest + 3),
         } as u32;
         let version = if extended_l2 || !chance.one_in(8) { 3 } else { 2 };
         let cluster = 1 << cluster_bits;
-        let clusters = chance.between(8, 40).min((16 << 20) / cluster).max(3);
+        let clusters = match chance.below(8) {
+            // Several slices of an L2 table, and more of them than the smallest cache holds.
+            0 if cluster_bits <= 10 => chance.between(1000, 3000),
+            0 | 1 => chance.between(65, 700),
+            _ => chance.between(8, 40),
+        };
+        let bytes_max = if scale == Scale::Short { 16 << 20 } else { 1 << 20 };
+        let clusters = clusters.min(bytes_max / cluster).max(3);
         let size = clusters * cluster - chance.pick(&[0, 0, 512]).min(cluster / 2) / 512 * 512;
         let backed = (!raw && chance.one_in(2))
             .then(|| chance.pick(&[size, size, size / 2 / 512 * 512, size + 65536]));
@@ -115,6 +125,9 @@ impl DiskSubject {
                 DiscardPolicy::Unmap,
                 DiscardPolicy::Ignore,
             ]),
+            // The smallest, or the usual.
+            l2_cache_size: chance.pick(&[0, 32 << 20]),
+            refcount_cache_size: chance.pick(&[0, 4 << 20]),
             ..Options::default()
         };
         DiskSubject { qcow2, size, backed, options }
@@ -126,17 +139,27 @@ impl DiskSubject {
     }
 
     /// A random history of this disk.
-    pub fn history(&self, seed: u64, chance: &mut Chance, faults: bool) -> History {
+    pub fn history(&self, seed: u64, chance: &mut Chance, scale: Scale) -> History {
         let mut plan = Plan::random(chance);
-        if faults {
+        if chance.one_in(2) {
             plan = plan.with_random_faults(chance);
+            if chance.one_in(4) {
+                let [disk, backing] = [self.size, self.backed.unwrap_or(0)].map(|size| size / 4096);
+                plan.capacity_blocks = backing + chance.between(16, 32 + 2 * disk);
+            }
         }
         let shape = Shape {
             size: self.size,
             cluster: self.cluster(),
-            request_max: (3 * self.cluster()).min(1 << 20),
-            tasks: chance.between(1, 5) as usize,
-            steps: chance.magnitude(30) as usize,
+            request_max: (chance.pick(&[3, 3, 3, 100]) * self.cluster()).min(1 << 20),
+            tasks: match scale {
+                Scale::Short => chance.between(1, 5) as usize,
+                Scale::Long => chance.between(4, 6) as usize,
+            },
+            steps: match scale {
+                Scale::Short => chance.magnitude(30) as usize,
+                Scale::Long => chance.between(50, 80) as usize,
+            },
             align: chance.pick(&[1, 512, 512, 4096]).min(self.cluster()),
         };
         let rounds = (0..chance.between(1, 3))
@@ -150,16 +173,44 @@ impl DiskSubject {
                 Round { script, steps }
             })
             .collect();
-        History { seed, plan, queues: chance.between(1, 3) as usize, rounds }
+        let probes = match scale {
+            Scale::Short => 0,
+            Scale::Long => 27,
+        };
+        History { seed, plan, queues: chance.between(1, 3) as usize, probes, rounds }
     }
 }
 
+/// How much happens in a random history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scale {
+    /// A few requests, cut once in a round.
+    Short,
+    /// At least 200 requests of at least four tasks, cut about a hundred times.
+    Long,
+}
+
 /// A disk and its history from nothing but a seed.
-pub fn from_seed(seed: u64, faults: bool) -> (DiskSubject, History) {
+pub fn from_seed(seed: u64, scale: Scale) -> (DiskSubject, History) {
     let mut chance = Chance::new(seed);
-    let subject = DiskSubject::random(&mut chance);
-    let history = subject.history(seed, &mut chance, faults);
+    let subject = DiskSubject::random(&mut chance, scale);
+    let history = subject.history(seed, &mut chance, scale);
     (subject, history)
+}
+
+/// The image of a spec; the last one is kept, since it is asked for after every cut.
+fn made(spec: &Spec) -> Rc<Made> {
+    thread_local! {
+        static LAST: RefCell<Option<(Spec, Rc<Made>)>> = const { RefCell::new(None) };
+    }
+    LAST.with_borrow_mut(|last| match last {
+        Some((same, made)) if same == spec => made.clone(),
+        _ => {
+            let made = Rc::new(make(spec));
+            *last = Some((spec.clone(), made.clone()));
+            made
+        }
+    })
 }
 
 impl Subject for DiskSubject {
@@ -169,9 +220,9 @@ impl Subject for DiskSubject {
         let mut oracle = Oracle::new(self.size, self.backed.unwrap_or(0));
         match &self.qcow2 {
             Some(spec) => {
-                let made = make(spec);
+                let made = made(spec);
                 world.add(IMAGE, &made.bytes);
-                made.filled.into_iter().for_each(|(range, value)| oracle.preset(range, value));
+                made.filled.iter().for_each(|(range, value)| oracle.preset(range.clone(), *value));
             }
             None => world.add(IMAGE, &vec![0; self.size as usize]),
         }
@@ -204,8 +255,8 @@ impl Subject for DiskSubject {
             };
         };
         let inspection = image::inspect(world, IMAGE)?;
-        let made = make(spec);
-        for range in made.frozen {
+        let made = made(spec);
+        for range in &made.frozen {
             let (start, length) = (range.start, range.end - range.start);
             let first = &made.bytes[start as usize..range.end as usize];
             if world.read(IMAGE, start, length) != first {

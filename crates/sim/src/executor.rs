@@ -216,17 +216,19 @@ impl Executor {
     /// # Panics
     /// On a deadlock, and when there is no end in sight.
     pub fn run<T: 'static>(&self, main: impl Future<Output = T> + 'static) -> T {
-        self.run_until(u64::MAX, main).expect("no run has so many steps")
+        self.run_until(u64::MAX, || {}, main).expect("no run has so many steps")
     }
 
     /// Runs until `main` has ended, or until so many steps have been taken since this executor was
-    /// made; `None` then: the power has failed, and nothing runs here any more.
+    /// made; `None` then: the power has failed, and nothing runs here any more. `watch` looks on
+    /// before each step.
     ///
     /// # Panics
     /// On a deadlock, and when there is no end in sight.
     pub fn run_until<T: 'static>(
         &self,
         steps: u64,
+        mut watch: impl FnMut(),
         main: impl Future<Output = T> + 'static,
     ) -> Option<T> {
         let result = Rc::new(RefCell::new(None));
@@ -243,6 +245,7 @@ impl Executor {
                 self.core.cut();
                 return None;
             }
+            watch();
             self.advance_or_panic();
         }
         result.take()

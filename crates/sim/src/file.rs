@@ -26,9 +26,10 @@ use stillpoint_io::{
 };
 
 use crate::chance::Chance;
+use crate::coverage::HostKind;
 use crate::device::Medium;
 use crate::executor::Driver;
-use crate::plan::{BeyondEnd, Plan};
+use crate::plan::{BeyondEnd, Lie, Plan};
 use crate::trace::Event;
 
 /// The unit in which the file system allocates, in bytes.
@@ -48,6 +49,8 @@ pub(crate) struct Shared {
     pub(crate) failed_flushes: AtomicU64,
     /// A failed flush has made old bytes show again.
     pub(crate) reverted: AtomicBool,
+    /// How many operations of each kind are under way.
+    pub(crate) under_way: [AtomicU64; HostKind::COUNT],
 }
 
 impl Shared {
@@ -58,12 +61,22 @@ impl Shared {
             used_blocks: AtomicU64::new(0),
             failed_flushes: AtomicU64::new(0),
             reverted: AtomicBool::new(false),
+            under_way: Default::default(),
         }
     }
 
     fn next_stamp(&self) -> u64 {
         self.stamp.fetch_add(1, Relaxed) + 1
     }
+}
+
+/// A part of a file that a power cut keeps or loses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pending {
+    /// A block of [`FS_BLOCK`] bytes, by index.
+    Block(u64),
+    /// Its length.
+    Length,
 }
 
 #[derive(Debug)]
@@ -153,7 +166,37 @@ impl Inode {
         let state = self.lock();
         let index = chance.below(state.ends.len() as u64 + 1) as usize;
         let end = index.checked_sub(1).map_or(state.durable_end, |index| state.ends[index].1);
-        let medium = state.medium.power_cut(end, chance);
+        let tears = shared.plan.lock().unwrap().lie == Some(Lie::Tear);
+        let medium = state.medium.power_cut(end, tears, chance);
+        Inode::with_medium(self.number, shared, medium, end)
+    }
+
+    /// What a power cut may keep or lose of the file, each by itself.
+    pub(crate) fn pending(&self) -> Vec<Pending> {
+        let state = self.lock();
+        let sectors_per_block = FS_BLOCK / u64::from(self.shared.plan.lock().unwrap().sector);
+        let blocks: BTreeSet<u64> =
+            state.medium.volatile_sectors().map(|sector| sector / sectors_per_block).collect();
+        let mut pending: Vec<Pending> = blocks.into_iter().map(Pending::Block).collect();
+        if !state.ends.is_empty() {
+            pending.push(Pending::Length);
+        }
+        pending
+    }
+
+    /// The file after a power cut that keeps just what `keeps` accepts: a part of its pending blocks,
+    /// given by sector within the block, and its newest length.
+    pub(crate) fn power_cut_keeping(
+        &self,
+        shared: Arc<Shared>,
+        keeps: &dyn Fn(Pending, u64) -> bool,
+    ) -> Inode {
+        let state = self.lock();
+        let per_block = FS_BLOCK / u64::from(shared.plan.lock().unwrap().sector);
+        let end = if keeps(Pending::Length, 0) { state.end } else { state.durable_end };
+        let medium = state.medium.power_cut_keeping(end, |sector| {
+            keeps(Pending::Block(sector / per_block), sector % per_block)
+        });
         Inode::with_medium(self.number, shared, medium, end)
     }
 
@@ -220,6 +263,7 @@ struct Submitted {
     driver: Driver,
     inode: Arc<Inode>,
     operation: u64,
+    kind: Option<HostKind>,
     promise: Promise,
 }
 
@@ -234,6 +278,9 @@ impl Submitted {
         driver.after(delay, move || {
             let stamp = self.inode.shared.next_stamp();
             let result = finish(&mut self.inode.lock(), stamp);
+            if let Some(kind) = self.kind {
+                self.inode.shared.under_way[kind as usize].fetch_sub(1, Relaxed);
+            }
             self.driver.record(Event::Complete { operation: self.operation, ok: result.is_ok() });
             self.promise.fulfil(result);
         });
@@ -308,8 +355,12 @@ impl SimFile {
         let driver = Driver::of(queue);
         let operation = self.inode.shared.next_stamp();
         driver.record(Event::Submit { operation, inode: self.inode.number, what, offset, length });
+        let kind = HostKind::of(what);
+        if let Some(kind) = kind {
+            self.inode.shared.under_way[kind as usize].fetch_add(1, Relaxed);
+        }
         let (promise, ended) = completion();
-        (Submitted { driver, inode: self.inode.clone(), operation, promise }, ended)
+        (Submitted { driver, inode: self.inode.clone(), operation, kind, promise }, ended)
     }
 
     /// A zeroing of `range` in parts.
@@ -532,7 +583,7 @@ impl Storage for SimFile {
             if let Some(error) = failure {
                 return Err(error);
             }
-            if durable && !plan.durable_write_lies {
+            if durable && plan.lie != Some(Lie::DurableWrite) {
                 state.medium.settle_write(operation, offset, length);
                 state.durable_end = state.durable_end.max(range.end);
             }
@@ -560,8 +611,12 @@ impl Storage for SimFile {
                 }
                 return Err(error);
             }
-            if !plan.flush_lies {
-                state.medium.settle_flush(submitted_at);
+            if plan.lie != Some(Lie::Flush) {
+                let left_out = match plan.lie {
+                    Some(Lie::Reorder) => driver.chance(|c| state.medium.any_volatile(c)),
+                    _ => None,
+                };
+                state.medium.settle_flush(submitted_at, left_out);
                 state.settle_ends(submitted_at);
             }
             Ok(Value::Unit)

@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex};
 use futures_util::future::LocalBoxFuture;
 use stillpoint_io::{Access, Error, Files, Kind, Queue, Result, Storage, path_beside};
 
-use crate::chance::Chance;
-use crate::file::{Inode, Shared, SimFile};
+use crate::chance::{Chance, mix};
+use crate::coverage::HostKind;
+use crate::file::{Inode, Pending, Shared, SimFile};
 use crate::plan::Plan;
 
 /// A simulated disk's files; cloning it gives another handle on the same world.
@@ -45,6 +46,11 @@ impl World {
         *self.shared.plan.lock().unwrap() = plan;
     }
 
+    /// What kind of disk it is now.
+    pub fn plan(&self) -> Plan {
+        self.shared.plan.lock().unwrap().clone()
+    }
+
     /// Whether anything may fail on it.
     pub fn has_faults(&self) -> bool {
         self.shared.plan.lock().unwrap().has_faults()
@@ -60,9 +66,28 @@ impl World {
         self.shared.reverted.load(Relaxed)
     }
 
+    /// How many of its operations of each kind are under way.
+    pub(crate) fn under_way(&self) -> [u64; HostKind::COUNT] {
+        self.shared.under_way.each_ref().map(|count| count.load(Relaxed))
+    }
+
     /// How many file-system blocks of 4 KiB its files have.
     pub fn used_blocks(&self) -> u64 {
         self.shared.used_blocks.load(Relaxed)
+    }
+
+    /// The number of the last thing that happened on it.
+    pub(crate) fn stamp(&self) -> u64 {
+        self.shared.stamp.load(Relaxed)
+    }
+
+    /// A hash of a file's length and bytes.
+    pub(crate) fn hash(&self, name: &str) -> u64 {
+        let bytes = self.bytes(name);
+        let words = bytes
+            .chunks(8)
+            .map(|chunk| chunk.iter().fold(0, |word, &byte| word << 8 | u64::from(byte)));
+        words.fold(bytes.len() as u64, |hash, word| mix(hash ^ word))
     }
 
     /// All bytes of a file as a read would see them now, past every fault.
@@ -100,6 +125,28 @@ impl World {
         for (name, inode) in self.names.lock().unwrap().iter() {
             let inode = Arc::new(inode.power_cut(after.shared.clone(), chance));
             after.names.lock().unwrap().insert(name.clone(), inode);
+        }
+        after
+    }
+
+    /// What a power cut may keep or lose of a file, each by itself.
+    pub(crate) fn pending(&self, name: &str) -> Vec<Pending> {
+        self.names.lock().unwrap()[name].pending()
+    }
+
+    /// The world after a power cut that keeps just what `keeps` accepts of the file `name`: a part,
+    /// and the sector within a block. Of other files nothing is pending.
+    pub(crate) fn power_cut_keeping(
+        &self,
+        name: &str,
+        keeps: &dyn Fn(Pending, u64) -> bool,
+    ) -> World {
+        let after = World::new(self.shared.plan.lock().unwrap().clone());
+        for (other, inode) in self.names.lock().unwrap().iter() {
+            let all = |_, _| other != name;
+            let keeps = if other == name { keeps } else { &all };
+            let inode = Arc::new(inode.power_cut_keeping(after.shared.clone(), keeps));
+            after.names.lock().unwrap().insert(other.clone(), inode);
         }
         after
     }

@@ -8,6 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
+use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::rc::Rc;
 use std::sync::{Arc, Once};
@@ -15,11 +16,12 @@ use std::sync::{Arc, Once};
 use stillpoint_io::{Background, Queue, Result, Segments};
 
 use crate::chance::{Chance, mix};
+use crate::coverage::{Coverage, GuestKind};
 use crate::executor::Executor;
 use crate::files::World;
 use crate::oracle::Oracle;
 use crate::plan::Plan;
-use crate::workload::{Script, Target, run};
+use crate::workload::{self, Script, Target, UnderWay, run};
 
 /// What is put through a history: how to make a disk, open, close and inspect it.
 pub trait Subject: Clone + 'static {
@@ -65,6 +67,9 @@ pub struct History {
     pub plan: Plan,
     /// How many queues the guest uses.
     pub queues: usize,
+    /// Beside the cuts that end rounds, the power fails for a copy of the world about every so many
+    /// steps, and the copy is opened and judged; 0: never.
+    pub probes: u64,
     /// Its lives.
     pub rounds: Vec<Round>,
 }
@@ -76,6 +81,8 @@ pub struct Played {
     pub hash: u64,
     /// How many rounds were cut before they had ended.
     pub cuts: usize,
+    /// What all cuts fell into, those of copies included.
+    pub coverage: Coverage,
     /// How many steps the executors took.
     pub steps: u64,
 }
@@ -90,11 +97,12 @@ impl History {
         let oracle = Rc::new(RefCell::new(subject.create(&world)));
         let mut played = Played::default();
         let mut leaks = 0;
+        let coverage = Cell::new(Coverage::default());
         let mut chance = Chance::new(self.seed);
         let last = Round { script: Script::default(), steps: u64::MAX };
         for round in self.rounds.iter().chain([&last]) {
             let executor = Executor::new(chance.draw());
-            let end = self.play_round(subject, &world, &oracle, &executor, round);
+            let end = self.play_round(subject, &world, &oracle, &executor, round, &coverage);
             played.hash = mix(played.hash ^ executor.history());
             played.steps += executor.steps();
             played.cuts += usize::from(end.is_none());
@@ -111,6 +119,7 @@ impl History {
                 Ok(now) => leaks = now,
             }
         }
+        played.coverage = coverage.get();
         played
     }
 
@@ -122,30 +131,61 @@ impl History {
         oracle: &Rc<RefCell<Oracle>>,
         executor: &Executor,
         round: &Round,
+        coverage: &Cell<Coverage>,
     ) -> Option<bool> {
         let queues: Vec<Queue> =
             (0..self.queues).map(|index| executor.queue(&format!("queue {index}"))).collect();
         let background = executor.background();
-        let (subject, world, oracle) = (subject.clone(), world.clone(), oracle.clone());
-        let (plan, script) = (self.plan.clone(), round.script.clone());
-        executor.run_until(round.steps, async move {
-            let queue = &queues[0];
-            world.set_plan(plan.without_faults());
-            let target = subject
-                .open(queue, &world, &background)
-                .await
-                .unwrap_or_else(|error| panic!("the disk does not open again: {error:?}"));
-            judge_all(&*target, queue, &oracle).await;
-            world.set_plan(plan.clone());
-            run(&target, &queues, &world, &oracle, &script).await;
-            let started = oracle.borrow_mut().start_flush();
-            match subject.close(target, queue).await {
-                Ok(()) => oracle.borrow_mut().flushed(started),
-                Err(error) if plan.has_faults() => drop(error),
-                Err(error) => panic!("the disk does not close: {error:?}"),
+        let under_way: Rc<UnderWay> = Rc::default();
+        let count_cut = || {
+            let mut counts = coverage.get();
+            counts.count(&under_way.each_ref().map(Cell::get), &world.under_way());
+            coverage.set(counts);
+        };
+        let mut chance = Chance::new(mix(self.seed ^ round.steps));
+        let watch = || {
+            if self.probes > 0 && chance.one_in(self.probes) {
+                count_cut();
+                self.probe(subject, world, oracle, &mut chance);
+            } else if executor.steps() + 1 == round.steps {
+                count_cut();
             }
-            !plan.has_faults()
-        })
+        };
+        let life = {
+            let (subject, world, oracle) = (subject.clone(), world.clone(), oracle.clone());
+            let (plan, script) = (self.plan.clone(), round.script.clone());
+            let under_way = under_way.clone();
+            async move {
+                let queue = &queues[0];
+                world.set_plan(plan.without_faults());
+                let target = open(&subject, queue, &world, &background).await;
+                judge_all(&*target, queue, &oracle).await;
+                world.set_plan(plan.clone());
+                run(&target, &queues, &world, &oracle, &under_way, &script).await;
+                workload::count(&under_way, GuestKind::Close, 1);
+                let started = oracle.borrow_mut().start_flush();
+                match subject.close(target, queue).await {
+                    Ok(()) => oracle.borrow_mut().flushed(started),
+                    Err(error) if plan.has_faults() => drop(error),
+                    Err(error) => panic!("the disk does not close: {error:?}"),
+                }
+                !plan.has_faults()
+            }
+        };
+        executor.run_until(round.steps, watch, life)
+    }
+
+    /// Lets the power fail for a copy of the world, opens it and judges it.
+    fn probe<S: Subject>(
+        &self,
+        subject: &S,
+        world: &World,
+        oracle: &Rc<RefCell<Oracle>>,
+        chance: &mut Chance,
+    ) {
+        let (world, oracle) = (world.power_cut(chance), oracle.borrow().clone());
+        let whole = chance.one_in(16);
+        judge_world(subject, world, oracle, whole, chance.draw());
     }
 
     /// Plays it without printing anything.
@@ -153,14 +193,19 @@ impl History {
     /// # Errors
     /// What it panicked with.
     pub fn try_play<S: Subject>(&self, subject: &S) -> std::result::Result<Played, String> {
-        silence_this_thread(true);
-        let result = panic::catch_unwind(AssertUnwindSafe(|| self.play(subject)));
-        silence_this_thread(false);
-        result.map_err(|payload| {
-            let text = payload.downcast_ref::<&str>().map(|&text| text.to_owned());
-            payload.downcast_ref::<String>().cloned().or(text).unwrap_or_default()
-        })
+        caught(|| self.play(subject))
     }
+}
+
+/// What `play` returns, or what it panicked with, without printing anything.
+pub(crate) fn caught<T>(play: impl FnOnce() -> T) -> std::result::Result<T, String> {
+    silence_this_thread(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(play));
+    silence_this_thread(false);
+    result.map_err(|payload| {
+        let text = payload.downcast_ref::<&str>().map(|&text| text.to_owned());
+        payload.downcast_ref::<String>().cloned().or(text).unwrap_or_default()
+    })
 }
 
 thread_local! {
@@ -185,19 +230,70 @@ fn silence_this_thread(silent: bool) {
     SILENT.set(silent);
 }
 
-async fn judge_all<T: Target>(target: &T, queue: &Queue, oracle: &Rc<RefCell<Oracle>>) {
+/// Inspects, opens and judges what a power cut has left, on a disk where nothing fails: the `whole`
+/// disk, or what the guest has changed.
+///
+/// # Panics
+/// When a promise is broken.
+pub(crate) fn judge_world<S: Subject>(
+    subject: &S,
+    world: World,
+    mut oracle: Oracle,
+    whole: bool,
+    seed: u64,
+) {
+    oracle.power_cut();
+    if let Err(wrong) = subject.inspect(&world) {
+        panic!("the image after a power cut: {wrong}")
+    }
+    world.set_plan(world.plan().without_faults());
+    let executor = Executor::new(seed);
+    let (queue, background) = (executor.queue("after a cut"), executor.background());
+    let subject = subject.clone();
+    executor.run(async move {
+        let target = open(&subject, &queue, &world, &background).await;
+        let everything = 0..oracle.size();
+        for range in if whole { vec![everything] } else { oracle.touched() } {
+            let bytes = read(&*target, &queue, range.clone()).await;
+            if let Err(wrong) = oracle.judge_recovered(range.start, &bytes) {
+                panic!("R1: after a power cut, {wrong}");
+            }
+        }
+    });
+}
+
+pub(crate) async fn open<S: Subject>(
+    subject: &S,
+    queue: &Queue,
+    world: &World,
+    background: &Arc<dyn Background>,
+) -> Arc<S::Target> {
+    subject
+        .open(queue, world, background)
+        .await
+        .unwrap_or_else(|error| panic!("the disk does not open again: {error:?}"))
+}
+
+/// Reads a range, a little at a time.
+async fn read<T: Target>(target: &T, queue: &Queue, range: Range<u64>) -> Vec<u8> {
     const CHUNK: u64 = 1 << 20;
-    let size = oracle.borrow().size();
-    let mut bytes = Vec::with_capacity(size as usize);
-    while (bytes.len() as u64) < size {
-        let offset = bytes.len() as u64;
-        let into = Segments::alloc(CHUNK.min(size - offset) as usize);
+    let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
+    let mut offset = range.start;
+    while offset < range.end {
+        let into = Segments::alloc(CHUNK.min(range.end - offset) as usize);
         target
             .read(queue, offset, into.clone())
             .await
             .unwrap_or_else(|error| panic!("a read after recovery: {error:?}"));
         bytes.extend(into.to_vec());
+        offset += into.len() as u64;
     }
+    bytes
+}
+
+async fn judge_all<T: Target>(target: &T, queue: &Queue, oracle: &Rc<RefCell<Oracle>>) {
+    let size = oracle.borrow().size();
+    let bytes = read(target, queue, 0..size).await;
     if let Err(wrong) = oracle.borrow_mut().recovered(&bytes) {
         panic!("R1: after a power cut, {wrong}");
     }
@@ -251,7 +347,7 @@ impl History {
 
     /// The same without some of its steps, counted over all rounds and tasks; a round that
     /// becomes empty and was not cut is left out.
-    fn without(&self, gone: std::ops::Range<usize>) -> History {
+    fn without(&self, gone: Range<usize>) -> History {
         let mut history = self.clone();
         let mut index = 0;
         for round in &mut history.rounds {

@@ -32,8 +32,8 @@ pub struct Inspection {
 /// # Errors
 /// Says what is wrong.
 pub fn inspect(world: &World, name: &str) -> Result<Inspection, String> {
-    let mut cluster = world.read(name, 0, 1 << 21);
-    cluster.truncate((world.length(name) as usize).max(1 << 9));
+    let bits = u64::from(world.read(name, 23, 1)[0]).clamp(9, 21);
+    let cluster = world.read(name, 0, world.length(name).clamp(1 << 9, 1 << bits));
     let header = Header::decode(&cluster, Some(world.length(name)))
         .map_err(|error| format!("the header: {error}"))?;
     let mut inspector = Inspector {

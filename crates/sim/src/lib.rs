@@ -16,6 +16,8 @@
 //! | [`oracle`] | [`Oracle`]: per guest byte, the values that the guest's own history allows |
 //! | [`workload`] | [`Script`]: random operations by several tasks, run and judged |
 //! | [`history`] | [`History`]: scripts with power cuts between them, played on a [`Subject`] |
+//! | [`exhaustive`] | every power cut of every small history |
+//! | [`coverage`] | [`Coverage`]: which requests and operations the cuts fell into |
 //! | [`make`] | qcow2 images made without the engine |
 //! | [`image`] | and inspected without it |
 //! | [`disk`] | [`DiskSubject`]: the engine's disk, put through histories |
@@ -23,9 +25,11 @@
 //! Deliberately absent: real time, real files, threads; anything that a shipped program links.
 
 pub mod chance;
+pub mod coverage;
 pub mod device;
 pub mod disk;
 pub mod executor;
+pub mod exhaustive;
 pub mod file;
 pub mod files;
 pub mod history;
@@ -37,12 +41,13 @@ pub mod trace;
 pub mod workload;
 
 pub use chance::Chance;
+pub use coverage::Coverage;
 pub use disk::DiskSubject;
 pub use executor::Executor;
 pub use file::SimFile;
 pub use files::World;
 pub use history::{History, Round, Subject};
 pub use oracle::Oracle;
-pub use plan::Plan;
+pub use plan::{Lie, Plan};
 pub use trace::Trace;
 pub use workload::{Script, Shape, Step, Target};

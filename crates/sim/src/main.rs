@@ -1,85 +1,259 @@
-//! Plays histories of the engine's disk from seeds, until one fails or there are enough.
+//! Plays histories of the engine's disk from seeds, on all cores, until one fails or there are enough.
 //!
-//! A failure is shrunk, printed with its seed, and makes the program end with 1.
+//! A failure is shrunk, printed with its seed, and makes the program end with 1. With `--mutant` a
+//! rule of the engine is broken, with `--lie` the disk beneath breaks its word: a failure is then what
+//! is looked for, and not to find one ends the program with 1.
 
 use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use stillpoint_sim::disk::from_seed;
+use clap::{Parser, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use stillpoint_engine::mutant::{self, Mutant};
+use stillpoint_sim::disk::{DiskSubject, Scale, from_seed};
 use stillpoint_sim::history::shrink;
+use stillpoint_sim::{Coverage, History, Lie, exhaustive};
 
-const USAGE: &str =
-    "usage: stillpoint-sim [--first SEED] [--seeds COUNT] [--minutes MINUTES] [--faults]
-                      [--shrink TRIES] [--failures COUNT] [--verbose]
-
-Plays COUNT histories (default 1000), or as many as MINUTES allow, from SEED on (default 0).
---faults       operations of the simulated disk fail, too
---shrink       how often a failing history is tried again in shorter forms (default 300; 0: never)
---failures     how many failures to look for before giving up (default 1)
---verbose      prints the last events of each failing history, too";
-
+/// Plays histories of the engine's disk, with power cuts and faults, and judges what is left.
+#[derive(Debug, Parser)]
 struct Args {
+    /// The first seed.
+    #[arg(long, default_value_t = 0)]
     first: u64,
+    /// How many histories to play.
+    #[arg(long, default_value_t = 1000)]
     seeds: u64,
+    /// Plays as many as so many minutes allow.
+    #[arg(long, conflicts_with = "seeds")]
     minutes: Option<u64>,
-    faults: bool,
+    /// How metadata is committed; `off` is plain qcow2 order.
+    #[arg(long, value_enum, default_value_t = Mode::Off)]
+    mode: Mode,
+    /// Histories of at least 200 requests, each cut about a hundred times, instead of short ones.
+    #[arg(long)]
+    long: bool,
+    /// Every power cut of every small history, instead of random ones.
+    #[arg(long, conflicts_with_all = ["long", "minutes", "mutant", "lie"])]
+    exhaustive: bool,
+    /// Breaks a rule of the engine: its name, or `all` of them in turn.
+    #[arg(long, value_name = "NAME")]
+    mutant: Option<String>,
+    /// Lets the disk beneath lie: a lie's name, or `all` of them in turn.
+    #[arg(long, value_name = "NAME", conflicts_with = "mutant")]
+    lie: Option<String>,
+    /// How often a failing history is tried again in shorter forms.
+    #[arg(long, default_value_t = 300, value_name = "TRIES")]
     shrink: usize,
+    /// How many failures to look for.
+    #[arg(long, default_value_t = 1, value_name = "COUNT")]
     failures: u64,
+    /// Prints the last events of each failing history, too.
+    #[arg(long)]
     verbose: bool,
+    /// How many threads play; all cores' unless given.
+    #[arg(long, value_name = "COUNT")]
+    threads: Option<usize>,
 }
 
-fn parse() -> Option<Args> {
-    let mut args = Args {
-        first: 0,
-        seeds: 1000,
-        minutes: None,
-        faults: false,
-        shrink: 300,
-        failures: 1,
-        verbose: false,
-    };
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let mut number = || words.next()?.parse::<u64>().ok();
-        match &word[..] {
-            "--first" => args.first = number()?,
-            "--seeds" => args.seeds = number()?,
-            "--minutes" => (args.minutes, args.seeds) = (Some(number()?), u64::MAX),
-            "--faults" => args.faults = true,
-            "--shrink" => args.shrink = number()? as usize,
-            "--failures" => args.failures = number()?,
-            "--verbose" => args.verbose = true,
-            _ => return None,
-        }
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Mode {
+    Off,
+}
+
+/// What is wrong on purpose.
+#[derive(Clone, Copy, Debug)]
+enum Wrong {
+    Nothing,
+    Rule(Mutant),
+    Disk(Lie),
+}
+
+/// What a search came to.
+struct Search {
+    histories: u64,
+    coverage: Coverage,
+    failures: Vec<(u64, String)>,
+    time: Duration,
+}
+
+fn history(seed: u64, scale: Scale, wrong: Wrong) -> (DiskSubject, History) {
+    let (subject, mut history) = from_seed(seed, scale);
+    if let Wrong::Disk(lie) = wrong {
+        history.plan.lie = Some(lie);
     }
-    Some(args)
+    (subject, history)
 }
 
-fn main() -> ExitCode {
-    let Some(args) = parse() else {
-        eprintln!("{USAGE}");
-        return ExitCode::from(2);
-    };
+/// Plays seeds until there are enough failures, or no more seeds or time.
+fn search(args: &Args, wrong: Wrong, bar: &ProgressBar) -> Search {
     let begun = Instant::now();
     let limit = args.minutes.map(|minutes| Duration::from_secs(60 * minutes));
-    let (mut played, mut failed) = (0, 0);
-    for seed in args.first..args.first.saturating_add(args.seeds) {
-        if limit.is_some_and(|limit| begun.elapsed() > limit) || failed == args.failures {
-            break;
+    let last = if limit.is_some() { u64::MAX } else { args.first.saturating_add(args.seeds) };
+    let (next, done) = (AtomicU64::new(args.first), AtomicBool::new(false));
+    let found = Mutex::new((0, Coverage::default(), Vec::new()));
+    let work = || {
+        if let Wrong::Rule(rule) = wrong {
+            mutant::choose(Some(rule));
         }
-        let (subject, history) = from_seed(seed, args.faults);
-        played += 1;
-        let Err(failure) = history.try_play(&subject) else { continue };
-        failed += 1;
+        loop {
+            let seed = next.fetch_add(1, Relaxed);
+            let late = limit.is_some_and(|limit| begun.elapsed() > limit);
+            if seed >= last || late || done.load(Relaxed) {
+                return;
+            }
+            let scale = scale(args, wrong, seed);
+            let (subject, history) = history(seed, scale, wrong);
+            let played = history.try_play(&subject);
+            let mut found = found.lock().unwrap();
+            found.0 += 1;
+            bar.inc(1);
+            match played {
+                Ok(played) => found.1 += played.coverage,
+                Err(failure) => found.2.push((seed, failure)),
+            }
+            done.store(found.2.len() as u64 >= args.failures, Relaxed);
+            bar.set_message(format!("{} cuts, {} failures", found.1.cuts, found.2.len()));
+        }
+    };
+    on_all_threads(args, work);
+    let (histories, coverage, mut failures) = found.into_inner().unwrap();
+    failures.sort_unstable_by_key(|failure| failure.0);
+    Search { histories, coverage, failures, time: begun.elapsed() }
+}
+
+fn on_all_threads(args: &Args, work: impl Fn() + Sync) {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..args.threads.unwrap_or(cores) {
+            scope.spawn(&work);
+        }
+    });
+}
+
+/// Plays every small history, and cuts each in every way.
+fn exhaust(args: &Args) -> ExitCode {
+    let begun = Instant::now();
+    let small = exhaustive::all();
+    let bar = progress(Some(small.len() as u64));
+    let next = AtomicUsize::new(0);
+    let found = Mutex::new((Coverage::default(), Vec::new()));
+    on_all_threads(args, || {
+        while let Some(small) = small.get(next.fetch_add(1, Relaxed)) {
+            let proved = small.prove(args.first);
+            let mut found = found.lock().unwrap();
+            bar.inc(1);
+            match proved {
+                Ok(coverage) => found.0 += coverage,
+                Err(failure) => found.1.push((small, failure)),
+            }
+            bar.set_message(format!("{} cuts, {} failures", found.0.cuts, found.1.len()));
+        }
+    });
+    bar.finish_and_clear();
+    let (coverage, failures) = found.into_inner().unwrap();
+    for (small, failure) in failures.iter().take(args.failures as usize) {
+        println!("FAILED: {failure}\n{:?}\n{}", small.subject, small.script);
+    }
+    println!(
+        "{} small histories, {} different power cuts in {:.1} s: {} failed",
+        small.len(),
+        coverage.cuts,
+        begun.elapsed().as_secs_f64(),
+        failures.len()
+    );
+    ExitCode::from(u8::from(!failures.is_empty()))
+}
+
+/// What is wrong on purpose is found soonest by short and long histories in turn.
+fn scale(args: &Args, wrong: Wrong, seed: u64) -> Scale {
+    let mixed = !matches!(wrong, Wrong::Nothing) && seed % 4 == 3;
+    if args.long || mixed { Scale::Long } else { Scale::Short }
+}
+
+fn progress(histories: Option<u64>) -> ProgressBar {
+    let (bar, style) = match histories {
+        None => (ProgressBar::no_length(), "{elapsed} {pos} histories, {msg}"),
+        Some(count) => {
+            (ProgressBar::new(count), "{elapsed} {wide_bar} {pos}/{len} histories, {msg}")
+        }
+    };
+    bar.with_style(ProgressStyle::with_template(style).expect("a template that is there"))
+}
+
+/// Plays on an engine and a disk that keep their rules; a failure is a fault.
+fn prove(args: &Args) -> ExitCode {
+    let bar = progress(args.minutes.is_none().then_some(args.seeds));
+    let search = search(args, Wrong::Nothing, &bar);
+    bar.finish_and_clear();
+    for (seed, failure) in &search.failures {
+        let (subject, history) = history(*seed, scale(args, Wrong::Nothing, *seed), Wrong::Nothing);
         println!("FAILED seed {seed}: {failure}\n{subject:?}");
         let (history, failure) =
-            shrink(&subject, &history, args.shrink).unwrap_or((history, failure));
+            shrink(&subject, &history, args.shrink).unwrap_or((history, failure.clone()));
         println!("shrunk: {failure}\n{history}");
         if args.verbose {
             let play = std::panic::AssertUnwindSafe(|| history.play(&subject));
             let _ = std::panic::catch_unwind(play);
         }
     }
-    println!("{played} histories in {:.1} s, {failed} failed", begun.elapsed().as_secs_f64());
-    ExitCode::from(u8::from(failed > 0))
+    let Search { histories, coverage, failures, time } = search;
+    println!("{coverage}");
+    println!(
+        "{histories} histories, {} power cuts in {:.1} s: {} failed; {} pairs that no cut fell into",
+        coverage.cuts,
+        time.as_secs_f64(),
+        failures.len(),
+        coverage.blank(),
+    );
+    ExitCode::from(u8::from(!failures.is_empty()))
+}
+
+/// Looks for the faults that were put in on purpose, one after another.
+fn find(args: &Args, wrongs: &[(Wrong, &str, &str)]) -> ExitCode {
+    println!("{:18} {:>8} {:>10} {:>9}  how it showed", "mutant", "seed", "histories", "seconds");
+    let mut missed = 0;
+    for (wrong, name, _) in wrongs {
+        let bar = progress(args.minutes.is_none().then_some(args.seeds));
+        let search = search(args, *wrong, &bar);
+        bar.finish_and_clear();
+        let (seed, how) = match search.failures.first() {
+            Some((seed, failure)) => (seed.to_string(), failure.lines().next().unwrap_or_default()),
+            None => ("-".to_owned(), "NOT FOUND"),
+        };
+        missed += u64::from(search.failures.is_empty());
+        let seconds = search.time.as_secs_f64();
+        let how: String = how.chars().take(90).collect();
+        println!("{name:18} {seed:>8} {:>10} {seconds:>9.1}  {how}", search.histories);
+    }
+    println!("{} of {} found", wrongs.len() as u64 - missed, wrongs.len());
+    ExitCode::from(u8::from(missed > 0))
+}
+
+/// The rows that `name` asks for.
+fn named<'a>(
+    rows: impl Iterator<Item = (Wrong, &'a str, &'a str)>,
+    name: &str,
+) -> Vec<(Wrong, &'a str, &'a str)> {
+    rows.filter(|row| name == "all" || row.1 == name).collect()
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let rules = Mutant::ALL.iter().map(|&(rule, name, what)| (Wrong::Rule(rule), name, what));
+    let lies = Lie::ALL.iter().map(|&(lie, name)| (Wrong::Disk(lie), name, ""));
+    let wrongs = match (&args.mutant, &args.lie) {
+        (Some(name), _) => named(rules, name),
+        (_, Some(name)) => named(lies, name),
+        _ if args.exhaustive => return exhaust(&args),
+        _ => return prove(&args),
+    };
+    if wrongs.is_empty() {
+        let mutants: Vec<_> = Mutant::ALL.iter().map(|row| row.1).collect();
+        let lies: Vec<_> = Lie::ALL.iter().map(|row| row.1).collect();
+        eprintln!("no such name; mutants: {}; lies: {}", mutants.join(", "), lies.join(", "));
+        return ExitCode::from(2);
+    }
+    find(&args, &wrongs)
 }

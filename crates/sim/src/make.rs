@@ -93,8 +93,9 @@ impl<'a> Maker<'a> {
         let geometry = spec.geometry();
         let l1_entries = geometry.l1_entries_for(spec.size).max(1);
         // More than all that may come: for each guest cluster a data cluster and two for its
-        // compressed bytes, L2 tables, two L1 tables, and some.
-        let clusters = 3 * geometry.clusters_for(spec.size) + 2 * l1_entries + 16;
+        // compressed bytes, L2 tables, two L1 tables, a refcount table, and some.
+        let guest_clusters = geometry.clusters_for(spec.size);
+        let clusters = 3 * guest_clusters + guest_clusters / 8 + 2 * l1_entries + 16;
         Maker {
             spec,
             geometry,
@@ -132,7 +133,7 @@ impl<'a> Maker<'a> {
         let (geometry, cluster) = (self.geometry, self.cluster);
         let l1_entries = geometry.l1_entries_for(self.spec.size).max(1);
         self.allocate(cluster);
-        let table = self.allocate(cluster);
+        let table = self.allocate(self.refcount_blocks * 8);
         let blocks = self.allocate(self.refcount_blocks * cluster);
         let l1 = self.allocate(l1_entries * 8);
         if let Some(content) = self.spec.content.clone() {
@@ -171,7 +172,7 @@ impl<'a> Maker<'a> {
             l1_entry_count: l1_entries as u32,
             l1_table_offset: HostOffset(l1),
             refcount_table_offset: HostOffset(table),
-            refcount_table_clusters: 1,
+            refcount_table_clusters: self.geometry.clusters_for(self.refcount_blocks * 8) as u32,
             snapshot_count: u32::from(snapshot_table > 0),
             snapshot_table_offset: HostOffset(snapshot_table),
             incompatible: if spec.extended_l2 { INCOMPATIBLE_EXTENDED_L2 } else { 0 },

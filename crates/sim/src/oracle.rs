@@ -95,10 +95,18 @@ struct Candidate {
 struct Cell {
     end: u64,
     candidates: Vec<Candidate>,
+    /// A request has changed it since the disk was last read as a whole.
+    touched: bool,
+}
+
+impl Cell {
+    fn new(end: u64, only: Candidate) -> Cell {
+        Cell { end, candidates: vec![only], touched: false }
+    }
 }
 
 /// The judge of everything that a guest reads; see the module's head.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Oracle {
     size: u64,
     cells: BTreeMap<u64, Cell>,
@@ -123,10 +131,10 @@ impl Oracle {
         let backed = backed.min(size);
         let mut cells = BTreeMap::new();
         if backed > 0 {
-            cells.insert(0, Cell { end: backed, candidates: vec![first(BACKING)] });
+            cells.insert(0, Cell::new(backed, first(BACKING)));
         }
         if backed < size {
-            cells.insert(backed, Cell { end: size, candidates: vec![first(ZEROS)] });
+            cells.insert(backed, Cell::new(size, first(ZEROS)));
         }
         Oracle { size, cells, now: 0, last_value: ZEROS, suspended: false, reads: Vec::new() }
     }
@@ -136,6 +144,11 @@ impl Oracle {
         for cell in self.cells_in(&range) {
             cell.candidates[0].value = value;
         }
+    }
+
+    /// The number of the last thing that it was told.
+    pub(crate) fn now(&self) -> u64 {
+        self.now
     }
 
     /// The disk's size in bytes.
@@ -154,7 +167,7 @@ impl Oracle {
             && start < offset
             && offset < cell.end
         {
-            let right = Cell { end: cell.end, candidates: cell.candidates.clone() };
+            let right = cell.clone();
             cell.end = offset;
             self.cells.insert(offset, right);
         }
@@ -173,6 +186,7 @@ impl Oracle {
             Candidate { value, started, ended: NEVER, covers: false, hidden: NEVER, buried: false };
         for cell in self.cells_in(&range) {
             cell.candidates.push(candidate.clone());
+            cell.touched = true;
         }
         Request { range, value, started }
     }
@@ -313,13 +327,33 @@ impl Oracle {
         }
     }
 
+    /// The ranges that requests have changed since the disk was last read as a whole.
+    pub fn touched(&self) -> Vec<Range<u64>> {
+        let mut touched: Vec<Range<u64>> = Vec::new();
+        for (&start, cell) in self.cells.iter().filter(|(_, cell)| cell.touched) {
+            match touched.last_mut() {
+                Some(last) if last.end == start => last.end = cell.end,
+                _ => touched.push(start..cell.end),
+            }
+        }
+        touched
+    }
+
+    /// After a power cut and recovery, a part of the disk reads as `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// As [`Oracle::judge_read`].
+    pub fn judge_recovered(&self, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        self.judge(offset, bytes, |candidate| !candidate.buried)
+    }
+
     /// After a power cut and recovery, the whole disk reads as `bytes`: judges them, and takes what
     /// was found as what is durable from now on.
     ///
     /// # Errors
     /// As [`Oracle::judge_read`].
     pub fn recovered(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.judge(0, bytes, |candidate| !candidate.buried)?;
+        self.judge_recovered(0, bytes)?;
         let now = self.tick();
         let mut found: Vec<(Range<u64>, Value)> = Vec::new();
         for (range, cell) in self.pieces(0..self.size) {
@@ -344,9 +378,7 @@ impl Oracle {
         };
         self.cells = found
             .into_iter()
-            .map(|(range, value)| {
-                (range.start, Cell { end: range.end, candidates: vec![cell(value)] })
-            })
+            .map(|(range, value)| (range.start, Cell::new(range.end, cell(value))))
             .collect();
         Ok(())
     }

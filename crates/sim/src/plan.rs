@@ -18,6 +18,29 @@ pub enum BeyondEnd {
     Grow,
 }
 
+/// What a disk does that it must not: the controls that an honest oracle must catch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lie {
+    /// A flush does nothing.
+    Flush,
+    /// A flush leaves out one of the writes that it covers.
+    Reorder,
+    /// A durable write is not durable.
+    DurableWrite,
+    /// A power cut tears sectors in their middle.
+    Tear,
+}
+
+impl Lie {
+    /// All of them, by name.
+    pub const ALL: [(Lie, &str); 4] = [
+        (Lie::Flush, "ignored-flush"),
+        (Lie::Reorder, "reordered-flush"),
+        (Lie::DurableWrite, "ignored-fua"),
+        (Lie::Tear, "torn-sector"),
+    ];
+}
+
 /// What kind of disk it is and which of its operations fail; see the module's head.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -49,12 +72,12 @@ pub struct Plan {
     pub no_space_permille: u32,
     /// How many file-system blocks of 4 KiB all files may have together.
     pub capacity_blocks: u64,
-    /// The usual time of an operation is from 1 us to this; one in thirty takes up to fifty times as long.
+    /// The usual time of an operation is from 1 us to this.
     pub latency_max: Duration,
-    /// Flushes do nothing, although they succeed: the control that an honest oracle must catch.
-    pub flush_lies: bool,
-    /// Durable writes are not durable, although they succeed: as above.
-    pub durable_write_lies: bool,
+    /// One in so many operations takes up to fifty times as long.
+    pub slow_one_in: u64,
+    /// What it promises and does not keep.
+    pub lie: Option<Lie>,
 }
 
 impl Default for Plan {
@@ -76,8 +99,8 @@ impl Default for Plan {
             no_space_permille: 0,
             capacity_blocks: u64::MAX,
             latency_max: Duration::from_micros(200),
-            flush_lies: false,
-            durable_write_lies: false,
+            slow_one_in: 30,
+            lie: None,
         }
     }
 }
@@ -95,6 +118,7 @@ impl Plan {
             can_punch: !chance.one_in(8),
             can_zero_range: !chance.one_in(4),
             fallocate_destroys_writes: xfs,
+            slow_one_in: chance.pick(&[5, 30, 30]),
             ..Plan::default()
         }
     }
@@ -156,6 +180,10 @@ impl Plan {
     /// How long an operation takes.
     pub(crate) fn latency(&self, chance: &mut Chance) -> Duration {
         let usual = chance.between(1000, self.latency_max.as_nanos().max(1001) as u64);
-        Duration::from_nanos(if chance.one_in(30) { usual * chance.between(2, 50) } else { usual })
+        Duration::from_nanos(if chance.one_in(self.slow_one_in) {
+            usual * chance.between(2, 50)
+        } else {
+            usual
+        })
     }
 }

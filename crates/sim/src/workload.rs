@@ -15,6 +15,7 @@ use std::time::Duration;
 use stillpoint_io::{Durability, Kind, Queue, Result, Segments, Value, completion};
 
 use crate::chance::Chance;
+use crate::coverage::GuestKind;
 use crate::executor::Driver;
 use crate::files::World;
 use crate::oracle::{self, Oracle};
@@ -73,6 +74,28 @@ pub enum Step {
     Pause(u64),
 }
 
+impl Step {
+    fn kind(&self) -> Option<GuestKind> {
+        Some(match self {
+            Step::Read(_) => GuestKind::Read,
+            Step::Status(_) => GuestKind::Status,
+            Step::Write(_, false) => GuestKind::Write,
+            Step::Write(_, true) => GuestKind::DurableWrite,
+            Step::Zeroes(_, false, _) => GuestKind::Zeroes,
+            Step::Zeroes(_, true, _) => GuestKind::UnmappingZeroes,
+            Step::Discard(_) => GuestKind::Discard,
+            Step::Flush => GuestKind::Flush,
+            Step::Pause(_) => return None,
+        })
+    }
+}
+
+/// Counts requests of a kind that have begun or ended.
+pub(crate) fn count(under_way: &UnderWay, kind: GuestKind, change: i64) {
+    let count = &under_way[kind as usize];
+    count.set(count.get().wrapping_add_signed(change));
+}
+
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let fua = |durable: &bool| if *durable { " fua" } else { "" };
@@ -118,7 +141,8 @@ pub struct Script {
 impl Script {
     /// A random script.
     pub fn random(chance: &mut Chance, shape: &Shape) -> Script {
-        let hot: Vec<u64> = (0..chance.between(1, 4)).map(|_| chance.below(shape.size)).collect();
+        let count = if chance.one_in(6) { 40 } else { chance.between(1, 4) };
+        let hot: Vec<u64> = (0..count).map(|_| chance.below(shape.size)).collect();
         let tasks = (0..shape.tasks)
             .map(|_| (0..shape.steps).map(|_| random_step(chance, shape, &hot)).collect())
             .collect();
@@ -160,7 +184,7 @@ fn random_range(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Range<u64> {
     let length = match chance.below(4) {
         0 => unit,
         1 => shape.cluster,
-        _ => chance.magnitude(shape.request_max.min(3 * shape.cluster)).next_multiple_of(unit),
+        _ => chance.magnitude(shape.request_max).next_multiple_of(unit),
     };
     let end = (start + length.min(shape.request_max)).min(shape.size);
     start..end / shape.align * shape.align
@@ -181,12 +205,15 @@ fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Step {
     }
 }
 
+/// How many requests of each kind a guest has under way.
+pub type UnderWay = [Cell<u64>; GuestKind::COUNT];
+
 /// What the tasks of one run share.
 struct Run<T> {
     target: Arc<T>,
     oracle: Rc<RefCell<Oracle>>,
     world: World,
-    failed: Cell<u64>,
+    under_way: Rc<UnderWay>,
 }
 
 /// Runs a script to its end, judging every read.
@@ -198,13 +225,14 @@ pub async fn run<T: Target>(
     queues: &[Queue],
     world: &World,
     oracle: &Rc<RefCell<Oracle>>,
+    under_way: &Rc<UnderWay>,
     script: &Script,
 ) {
     let run = Rc::new(Run {
         target: target.clone(),
         oracle: oracle.clone(),
         world: world.clone(),
-        failed: Cell::new(0),
+        under_way: under_way.clone(),
     });
     let mut ends = Vec::new();
     for (index, steps) in script.tasks.iter().cloned().enumerate() {
@@ -213,7 +241,10 @@ pub async fn run<T: Target>(
         let (run, queue) = (run.clone(), queues[index % queues.len()].clone());
         queue.clone().spawn(async move {
             for (number, step) in steps.iter().enumerate() {
+                let kind = step.kind();
+                kind.inspect(|&kind| count(&run.under_way, kind, 1));
                 run.step(&queue, (index, number), step).await;
+                kind.inspect(|&kind| count(&run.under_way, kind, -1));
             }
             promise.fulfil(Ok(Value::Unit));
         });
@@ -272,7 +303,6 @@ impl<T: Target> Run<T> {
             }
         };
         if let Err(error) = outcome {
-            self.failed.set(self.failed.get() + 1);
             Driver::of(queue).record(Event::Note(format!("task {task} step {number}: {error}")));
             let expected = matches!(error.kind(), Kind::Io | Kind::NoSpace | Kind::Latched);
             assert!(

@@ -79,7 +79,7 @@ fn a_cut_drops_tasks_where_they_stand() {
     let queue = executor.queue("a");
     let dropped = Rc::new(Cell::new(false));
     let flag = Flag(dropped.clone());
-    let end = executor.run_until(10, async move {
+    let end = executor.run_until(10, || {}, async move {
         let _flag = flag;
         loop {
             queue.sleep(Duration::from_micros(1)).await;

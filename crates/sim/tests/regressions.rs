@@ -36,7 +36,7 @@ fn play(seeds: u64, subject: &DiskSubject, plan: &Plan, rounds: &[(&[&[Step]], u
                 steps: steps.saturating_add(seed % 100),
             })
             .collect();
-        let history = History { seed, plan: plan.clone(), queues: 2, rounds };
+        let history = History { seed, plan: plan.clone(), queues: 2, probes: 20, rounds };
         if let Err(failure) = history.try_play(subject) {
             panic!("{failure}\n{subject:?}\n{history}");
         }
@@ -78,6 +78,7 @@ fn regression_copied_subclusters_are_not_known_zero() {
         seed: 0,
         plan: Plan::default(),
         queues: 1,
+        probes: 0,
         rounds: vec![Round { script: Script { tasks: vec![tasks] }, steps: WHOLE }],
     };
     history.play(&subject);

@@ -13,7 +13,9 @@ use stillpoint_io::{
     Access, Background, Durability, GrowMeans, Manage, Queue, Result, Segments, Storage,
 };
 use stillpoint_sim::history::shrink;
-use stillpoint_sim::{Chance, History, Oracle, Plan, Round, Script, Shape, Subject, Target, World};
+use stillpoint_sim::{
+    Chance, History, Lie, Oracle, Plan, Round, Script, Shape, Subject, Target, World,
+};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 64;
@@ -230,7 +232,7 @@ fn history(seed: u64, plan: Option<Plan>) -> History {
             steps: if chance.one_in(5) { u64::MAX } else { chance.magnitude(2000) },
         })
         .collect();
-    History { seed, plan, queues: 2, rounds }
+    History { seed, plan, queues: 2, probes: 0, rounds }
 }
 
 fn found(without: Without, plan: impl Fn() -> Option<Plan>) -> Option<(u64, String)> {
@@ -269,7 +271,7 @@ fn every_rule_left_out_is_found() {
 
 #[test]
 fn a_disk_that_lies_is_found() {
-    let liar = || Some(Plan { flush_lies: true, ..Plan::default() });
+    let liar = || Some(Plan { lie: Some(Lie::Flush), ..Plan::default() });
     assert!(found(Without::Nothing, liar).is_some());
 }
 

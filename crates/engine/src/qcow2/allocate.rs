@@ -23,6 +23,7 @@ use stillpoint_io::{Manage, Queue, Result};
 
 use super::Qcow2;
 use crate::cache::OwnedPin;
+use crate::mutant::{Mutant, broken};
 use crate::options::AllocPolicy;
 use crate::sync::{Mutex, lock};
 
@@ -115,7 +116,7 @@ impl Allocator {
         // A run lies within the one slice that it pins.
         if let Some(run) = &mut state.run
             && run.first == reserved.first + reserved.count
-            && run.refcounts.key() == reserved.refcounts.key()
+            && (run.refcounts.key() == reserved.refcounts.key() || broken(Mutant::RunSlice))
             && run.zero == zero
         {
             run.first = reserved.first;
@@ -130,7 +131,8 @@ impl Allocator {
     /// it, and what lies beyond the file's end to growth. It tells whether nobody refers to it now.
     pub(crate) fn recycle(&self, cluster: u64, zero: bool, drop_reference: impl FnOnce() -> bool) {
         let mut state = lock(&self.state);
-        if drop_reference() && cluster < state.end && !state.unscanned.contains(&cluster) {
+        let beyond = cluster >= state.end && !broken(Mutant::Beyond);
+        if drop_reference() && !beyond && !state.unscanned.contains(&cluster) {
             state.add_free(cluster, 1, zero);
         }
     }
@@ -225,6 +227,9 @@ impl Qcow2 {
                 None => self.refill(queue).await?,
             }
         };
+        if broken(Mutant::J38Early) {
+            self.writer().refcounts.publish(&reserved);
+        }
         match self.policy.alloc {
             AllocPolicy::Implicit => {}
             AllocPolicy::WriteZeroes => reserved.zero = false,
@@ -329,7 +334,7 @@ impl Qcow2 {
             for cluster in part {
                 let free = writer.refcounts.count_in(&slice, cluster) == 0;
                 if free && !structures.contains(&cluster) {
-                    state.add_free(cluster, 1, false);
+                    state.add_free(cluster, 1, broken(Mutant::J21Open));
                 }
             }
         }
@@ -337,7 +342,7 @@ impl Qcow2 {
 
     /// The clusters of `part` that hold the header or a table in use. Refcounts that lie must not make
     /// the allocator hand them out (F2).
-    fn structures_in(&self, part: &Range<u64>) -> BTreeSet<u64> {
+    pub(super) fn structures_in(&self, part: &Range<u64>) -> BTreeSet<u64> {
         let geometry = self.geometry();
         let cluster_of = |offset: u64| offset >> geometry.cluster_bits;
         let l1_length = self.l1.len() * 8;

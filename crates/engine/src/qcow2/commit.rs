@@ -36,6 +36,7 @@ use super::{Done, Qcow2};
 use crate::cache::SliceImage;
 use crate::group::Group;
 use crate::latch::Latch;
+use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// Byte offsets of the refcount table's position in the header.
@@ -113,7 +114,10 @@ impl Qcow2 {
         let writer = self.writer();
         // ORDER: what is freed first, then mappings, then the table of blocks, then refcounts, each
         // before what it needs; and last what the barrier has to cover, which is in the file by now.
-        let freed = writer.releases.take();
+        let mut freed = writer.releases.take();
+        if broken(Mutant::R4Durable) {
+            self.release_after(std::mem::take(&mut freed));
+        }
         let slices = self.l2.take_dirty();
         let (l1, l1_again) = self.l1.take_changed();
         let table = writer.refcounts.take_change();
@@ -138,14 +142,7 @@ impl Qcow2 {
         match &result {
             Ok(()) => {
                 work.over = true;
-                let freed = std::mem::take(&mut work.freed);
-                if !freed.is_empty() {
-                    let running = writer.releases.begin();
-                    self.in_background(move |image, queue| async move {
-                        image.release(&queue, freed).await;
-                        drop(running);
-                    });
-                }
+                self.release_after(std::mem::take(&mut work.freed));
             }
             Err(error) => {
                 if error.kind() != Kind::NoSpace {
@@ -156,6 +153,18 @@ impl Qcow2 {
             }
         }
         result
+    }
+
+    /// Releases what a commit has freed, off its path.
+    fn release_after(&self, freed: Vec<Freed>) {
+        if freed.is_empty() {
+            return;
+        }
+        let running = self.writer().releases.begin();
+        self.in_background(move |image, queue| async move {
+            image.release(&queue, freed).await;
+            drop(running);
+        });
     }
 
     /// R6: a failed barrier is never tried again.
@@ -191,8 +200,11 @@ impl Work<'_> {
         let covered = writer.committer.covered.load(SeqCst);
 
         let first = !self.refcounts.is_empty() || !self.unlinked.is_empty() || self.table.is_some();
+        if self.table.is_some() && broken(Mutant::Blocks) {
+            self.write_table(queue).await?;
+        }
         self.write_first(queue).await?;
-        if first || self.writes != covered {
+        if (first || self.writes != covered) && !broken(Mutant::J1Barrier) {
             // ORDER: data, refcounts and new tables' contents before any mapping of them (J1, J2, J20).
             image.barrier(queue).await?;
         }
@@ -208,10 +220,15 @@ impl Work<'_> {
         self.l1_again.extend(std::mem::take(&mut self.l1).into_keys());
         if !self.linked.is_empty() || !self.l1_again.is_empty() {
             self.write_mappings(queue).await?;
+            if broken(Mutant::J2Mapping) {
+                return Ok(());
+            }
             // ORDER: mappings before the answer, and before anything they freed is released (R4).
             image.barrier(queue).await?;
         }
-        writer.committer.covered.store(self.writes, SeqCst);
+        let late = broken(Mutant::J31Covered);
+        let covered = if late { writer.writes.load(SeqCst) } else { self.writes };
+        writer.committer.covered.store(covered, SeqCst);
         Ok(())
     }
 
@@ -283,6 +300,9 @@ impl Work<'_> {
     /// Makes everything dirty again that was taken.
     fn put_back(&mut self) {
         self.over = true;
+        if broken(Mutant::J25PutBack) {
+            return;
+        }
         let writer = self.image.writer();
         for slice in self.linked.iter().chain(&self.unlinked) {
             slice.mark_dirty();

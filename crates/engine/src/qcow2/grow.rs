@@ -17,6 +17,7 @@ use stillpoint_io::{Error, Kind, Manage, Queue, Result};
 use super::allocate::{Growing, Reservation};
 use super::release::Freed;
 use super::{Done, Qcow2};
+use crate::mutant::{Mutant, broken};
 
 impl Qcow2 {
     /// A growth step in clusters.
@@ -114,6 +115,9 @@ impl Qcow2 {
                 let why = "the file would exceed the largest host offset of the format";
                 return Err(Error::new(Kind::Limit, "grow the image", why).file(self.file.name()));
             }
+            if broken(Mutant::R3Growth) {
+                return Ok(growth);
+            }
             match self.file.manage(queue, Manage::Grow { end, means }).await {
                 Ok(_) => return Ok(growth),
                 // R6: no space before any write that depends on it is the guest's error alone. Less
@@ -140,7 +144,7 @@ impl Qcow2 {
                 let slice_end = (seen / per_slice + 1) * per_slice;
                 let part = seen..slice_end.min(end);
                 seen = part.end;
-                if !refcounts.has_block(part.start) {
+                if broken(Mutant::F2Counted) || !refcounts.has_block(part.start) {
                     continue;
                 }
                 let slice = self.refcount_slice(queue, part.start).await?;

@@ -34,6 +34,7 @@ use stillpoint_io::Result;
 
 use super::allocate::Reservation;
 use super::mapping::Cluster;
+use crate::mutant::{Mutant, broken};
 use crate::sync::Arc;
 
 /// The in-flight allocations of one slice, and what is known of the ones before.
@@ -158,7 +159,7 @@ impl Inflights {
             blank: 0,
             fill,
             // What is copied there makes it anything but zero, touched by a write or not.
-            host_zero: host_zero & !fill,
+            host_zero: if broken(Mutant::J21Copied) { host_zero } else { host_zero & !fill },
             writers: 0,
             fill_writers: 0,
             written: RangeSet::default(),
@@ -210,7 +211,7 @@ impl Inflights {
         let mut next = Next::Done;
         if share.fills {
             inflight.fill_writers -= 1;
-            if succeeded {
+            if succeeded || broken(Mutant::R7Failed) {
                 inflight.written.insert(share.bytes.clone());
                 next = Next::Wait(inflight.ended.clone());
             }
@@ -291,13 +292,15 @@ impl Inflight {
         let new = units & !(self.blank | self.fill);
         let blank = if self.together { 0 } else { new & self.host_zero & reads_zero };
         let fills = units & (self.fill | (new & !blank)) != 0;
-        if self.closed && (fills || self.together) {
+        if self.closed && (fills || self.together) && !broken(Mutant::R7Closed) {
             return Err(self.ended.clone());
         }
         self.blank |= blank;
         self.fill |= new & !blank;
         // J21: a submitted write, whatever becomes of it, ends what was known of the host area.
-        self.host_zero &= !units;
+        if !broken(Mutant::J21Written) {
+            self.host_zero &= !units;
+        }
         self.writers += 1;
         self.fill_writers += u32::from(fills);
         Ok(Share { index: self.index, bytes, units, fills, write })

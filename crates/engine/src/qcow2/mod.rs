@@ -35,6 +35,7 @@ pub(crate) mod tables;
 pub(crate) mod write;
 pub(crate) mod zero;
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use stillpoint_format::qcow2::geometry::Geometry;
@@ -45,7 +46,7 @@ use crate::cache::SliceCache;
 use crate::chain::Layer;
 use crate::options::{AllocPolicy, DiscardPolicy};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, Weak};
+use crate::sync::{Arc, Mutex, Weak};
 use crate::tracker::Tracker;
 
 use allocate::Allocator;
@@ -92,6 +93,8 @@ pub(crate) struct Writer {
     pub(crate) background: Arc<dyn Background>,
     /// In-place writes and publications completed so far: what a barrier has to cover (J31).
     pub(crate) writes: AtomicU64,
+    /// The clusters of the header and of the tables; found out when first asked for.
+    pub(crate) tables: Mutex<Option<BTreeSet<u64>>>,
     /// A commit was asked for and has not begun.
     pub(crate) commit_wanted: AtomicBool,
 }

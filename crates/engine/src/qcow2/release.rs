@@ -20,6 +20,7 @@ use stillpoint_io::{Error, Manage, Queue, Result};
 
 use super::allocate::Growing;
 use super::{Done, Qcow2};
+use crate::mutant::{Mutant, broken};
 use crate::options::DiscardPolicy;
 use crate::sync::{Arc, Mutex, lock};
 
@@ -139,7 +140,9 @@ impl Qcow2 {
         let writer = self.writer();
         let _one_at_a_time = writer.releases.releasing.lock().await;
         // R4: whoever resolved its range by the old mapping has left.
-        writer.tracker.quiesce().await;
+        if !broken(Mutant::R4Quiesce) {
+            writer.tracker.quiesce().await;
+        }
         let mut freed = freed;
         freed.sort_unstable_by_key(|freed| freed.first);
         let clusters = freed.iter().flat_map(|freed| freed.first..freed.first + freed.count);
@@ -190,7 +193,9 @@ impl Qcow2 {
     /// after the punch: until then nobody can take them for free.
     async fn give_to_host(&self, queue: &Queue, clusters: Range<u64>) {
         let bits = self.geometry().cluster_bits;
-        let writer = self.writer();
+        if broken(Mutant::R4Punch) {
+            self.recycle(queue, clusters.clone(), false).await;
+        }
         let mut zero = false;
         if self.policy.discard == DiscardPolicy::Unmap && self.file.facts().can_punch {
             let length = (clusters.end - clusters.start) << bits;
@@ -204,9 +209,17 @@ impl Qcow2 {
             }
             queue.sleep(queue.now() - begun).await;
         }
+        // R4: reused only now.
+        self.recycle(queue, clusters, zero).await;
+    }
+
+    async fn recycle(&self, queue: &Queue, clusters: Range<u64>, zero: bool) {
+        let writer = self.writer();
         for cluster in clusters {
+            if let Some(tables) = lock(&writer.tables).as_mut() {
+                tables.remove(&cluster);
+            }
             match self.refcount_slice(queue, cluster).await {
-                // R4: reused only now.
                 Ok(slice) => writer.allocator.recycle(cluster, zero, || {
                     writer.refcounts.drop_one(&slice.pin(), cluster) == Some(0)
                 }),
@@ -230,9 +243,16 @@ impl Qcow2 {
     pub(crate) async fn close(&self, queue: &Queue) -> Done {
         // Growth ahead of need ends first: what it has begun is in the cache when this is granted.
         let allocator = &self.writer().allocator;
+        if broken(Mutant::F4Growth) {
+            return self.close_now(queue).await;
+        }
         *allocator.growing.lock().await = Growing::Closed;
+        self.close_now(queue).await
+    }
+
+    async fn close_now(&self, queue: &Queue) -> Done {
         self.release_all(queue).await?;
-        let end = allocator.trim() << self.geometry().cluster_bits;
+        let end = self.writer().allocator.trim() << self.geometry().cluster_bits;
         if end < self.file.end() && !self.file.facts().fixed_size {
             self.file.manage(queue, Manage::Shrink { end }).await?;
             self.barrier(queue).await?;

@@ -13,13 +13,14 @@ use std::time::Duration;
 
 use async_lock::Mutex as AsyncMutex;
 use stillpoint_format::addr::HostOffset;
-use stillpoint_format::qcow2::entry::L1Entry;
+use stillpoint_format::qcow2::entry::{COMPRESSED, COPIED, L1Entry, OFFSET_MASK};
 use stillpoint_io::{Durability, Kind, Queue, Result, Segments};
 
 use super::inflight::Inflights;
 use super::release::Freed;
 use super::{Done, Qcow2, refused};
 use crate::cache::{Pin, SLICE_BYTES};
+use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, lock};
 
@@ -77,15 +78,18 @@ impl L1 {
     /// Puts back what a commit had no space to write.
     pub(crate) fn put_back(&self, taken: BTreeMap<u64, u64>, again: BTreeSet<u64>) {
         lock(&self.changed).extend(taken);
-        lock(&self.again).extend(again);
+        if !broken(Mutant::L1Again) {
+            lock(&self.again).extend(again);
+        }
     }
 
     /// The words from `first` on as the disk is to hold them now: entries changed since the last
     /// [`L1::take_changed`] keep their old words.
     pub(crate) fn words_to_write(&self, first: u64, count: u64) -> Vec<u64> {
         let changed = lock(&self.changed);
+        let old = |index| changed.get(&index).copied().filter(|_| !broken(Mutant::J20Links));
         (first..(first + count).min(self.len()))
-            .map(|index| changed.get(&index).copied().unwrap_or_else(|| self.word(index)))
+            .map(|index| old(index).unwrap_or_else(|| self.word(index)))
             .collect()
     }
 }
@@ -128,7 +132,7 @@ impl Qcow2 {
     /// Whether a slice's table exists and may be changed in place.
     pub(crate) fn owns_table(&self, key: u64) -> Result<bool> {
         let entry = self.table(key)?;
-        Ok(entry.table.is_some() && entry.copied)
+        Ok(entry.table.is_some() && (entry.copied || broken(Mutant::F1SharedTable)))
     }
 
     /// Where a slice lies in the file, if its table exists.
@@ -148,9 +152,7 @@ impl Qcow2 {
             if let Some(pin) = self.l2.pin(key) {
                 return Ok(Some(pin));
             }
-            if self.slice_home(key)?.is_none() {
-                return Ok(None);
-            }
+            let Some(before) = self.slice_home(key)? else { return Ok(None) };
             let loading = self.l1.loading[key as usize % LOAD_LOCKS].lock().await;
             if let Some(pin) = self.l2.pin(key) {
                 return Ok(Some(pin));
@@ -158,6 +160,7 @@ impl Qcow2 {
             // Asked under the lock: the table may have been copied, and this slice changed, committed
             // and evicted, while we waited.
             let Some(home) = self.slice_home(key)? else { return Ok(None) };
+            let home = if broken(Mutant::LoadLock) { before } else { home };
             if home >= self.file.end() {
                 return Err(self.corrupt(
                     "read an L2 table",
@@ -168,13 +171,42 @@ impl Qcow2 {
             let bytes = Segments::alloc(self.slice_bytes() as usize);
             self.file.read(queue, home, bytes.clone()).await?;
             let bytes = bytes.to_vec();
-            if let Some(pin) = self.l2.insert(key, |index| word_at(&bytes, index)) {
+            let word = |index| self.disowned(word_at(&bytes, index), index);
+            if let Some(pin) = self.l2.insert(key, word) {
                 return Ok(Some(pin));
             }
             drop(loading);
             // J37: wait while holding nothing.
             self.relieve(queue, self.writer.is_none() || self.l2.is_clean()).await?;
         }
+    }
+
+    /// A word of an L2 table, without the right to write in place if it claims one of the image's own
+    /// tables for guest data: what a guest writes there goes elsewhere (F2).
+    fn disowned(&self, word: u64, index: usize) -> u64 {
+        let is_bitmap = self.geometry().extended_l2 && index % 2 == 1;
+        let claims = word & (COPIED | COMPRESSED) == COPIED && !is_bitmap;
+        if claims && self.writer.is_some() && self.is_table(word & OFFSET_MASK) {
+            return word & !COPIED;
+        }
+        word
+    }
+
+    /// Whether the header or a table lies at a host offset; of those made in this open, maybe not all.
+    pub(crate) fn is_table(&self, host_offset: u64) -> bool {
+        let cluster = host_offset >> self.geometry().cluster_bits;
+        let mut tables = lock(&self.writer().tables);
+        let tables = tables.get_or_insert_with(|| self.structures_in(&(0..u64::MAX)));
+        let found = tables.contains(&cluster);
+        if found {
+            let host_offset = cluster << self.geometry().cluster_bits;
+            tracing::warn!(
+                file = self.file.name(),
+                host_offset,
+                "an L2 entry claims the image's own tables for guest data; run `stillpoint check`"
+            );
+        }
+        found
     }
 
     /// Every frame of a cache is pinned: commit what is dirty, or let requests end.
@@ -233,7 +265,7 @@ impl Qcow2 {
                     failed => failed,
                 }
             }
-            None if cluster.zero => Ok(stillpoint_io::Value::Unit),
+            None if cluster.zero || broken(Mutant::J20Content) => Ok(stillpoint_io::Value::Unit),
             None => {
                 let zeros = Segments::zeroed(self.cluster_size() as usize);
                 self.file.write(queue, host_offset, zeros, Durability::Volatile).await

@@ -27,6 +27,7 @@ use super::mapping::Cluster;
 use super::release::Freed;
 use super::{Done, Qcow2, refused};
 use crate::cache::{Editing, OwnedPin, Pin};
+use crate::mutant::{Mutant, broken};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering::SeqCst;
 
@@ -64,7 +65,8 @@ impl Qcow2 {
         if let Some(host) = in_place {
             // While every mapping is durable, an overwrite is made durable by itself. ORDER: asked
             // after the mapping was seen, which may have been published just now.
-            let by_itself = durability == Durability::Durable && self.is_clean();
+            let clean = || self.is_clean() || broken(Mutant::J31Fua);
+            let by_itself = durability == Durability::Durable && clean();
             let own = if by_itself { Durability::Durable } else { Durability::Volatile };
             self.file.write(queue, host, data.clone(), own).await?;
             if by_itself {
@@ -122,7 +124,7 @@ impl Qcow2 {
             let cluster = self.entry(slice, index)?;
             let units = self.codec.units(from, to);
             let Some(host) = cluster.host else { return Ok(None) };
-            let mine = cluster.copied && cluster.allocated & units == units;
+            let mine = owned(&cluster) && cluster.allocated & units == units;
             if !mine || *found.get_or_insert(host + from) + covered != host + from {
                 return Ok(None);
             }
@@ -238,7 +240,7 @@ impl Qcow2 {
                 Err(error) => return Err(error),
             };
             let touched = self.codec.units(from, to);
-            let own_host = cluster.host.filter(|_| cluster.copied);
+            let own_host = cluster.host.filter(|_| owned(&cluster));
             if let Some(host) = own_host
                 && cluster.allocated & touched == touched
             {
@@ -302,7 +304,7 @@ impl Qcow2 {
         let mut needed = 0;
         for index in first..first + count as usize {
             let cluster = self.entry_locked(slice, index)?;
-            needed += u64::from(!(cluster.copied && cluster.host.is_some()));
+            needed += u64::from(!(owned(&cluster) && cluster.host.is_some()));
         }
         Ok(needed.max(1))
     }
@@ -358,6 +360,7 @@ impl Qcow2 {
     async fn fill(&self, queue: &Queue, mut filling: Filling<'_>, guest: u64) -> Done {
         let (pin, index) = (filling.pin, filling.index);
         let (host, gaps) = pin.pin().edit().extra().gaps(index, self.geometry().subcluster_size());
+        let gaps = if broken(Mutant::R5Copy) { Vec::new() } else { gaps };
         let copies = gaps.into_iter().map(|gap| async move {
             let bytes = Segments::alloc((gap.end - gap.start) as usize);
             // The old mapping is still the published one: a plain read is the old content.
@@ -406,10 +409,17 @@ impl Qcow2 {
         if let Some(compressed) = old.compressed {
             let clusters = compressed.host_clusters(self.geometry());
             releases.push(Freed::clusters(clusters.start, clusters.end - clusters.start));
-        } else if let Some(host) = old.host {
+        } else if let Some(host) = old.host
+            && !self.is_table(host)
+        {
             releases.push(Freed::clusters(host >> bits, 1));
         }
     }
+}
+
+/// Whether a cluster's host cluster may be written in place.
+fn owned(cluster: &Cluster) -> bool {
+    cluster.copied || broken(Mutant::F1Shared)
 }
 
 impl Batch {
@@ -483,7 +493,7 @@ impl Ending<'_> {
         }
         if let (Some(reserved), true) = (back, landed) {
             // Aborted: it was written to, so it is not zero any more (R7).
-            image.writer().allocator.give_back(reserved, false);
+            image.writer().allocator.give_back(reserved, broken(Mutant::R7Aborted));
         }
         next
     }

@@ -16,6 +16,7 @@ use super::Qcow2;
 use super::inflight::Inflights;
 use super::mapping::Cluster;
 use crate::cache::Editing;
+use crate::mutant::{Mutant, broken};
 
 /// What becomes of the space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +127,8 @@ impl Qcow2 {
             return None;
         }
         // Without a backing file a unit that nothing is said of reads as zeros.
-        let says_zero = self.backing.is_some() || space == Space::Kept;
+        let shown = broken(Mutant::R1Backing);
+        let says_zero = self.backing.is_some() && !shown || space == Space::Kept;
         if says_zero && !self.codec.version3 {
             return None;
         }
