@@ -3,7 +3,7 @@
 //! Histories of up to three requests from a small alphabet, one after another or all at once, on a few
 //! small images. Whenever what is pending has changed, the power fails in every way: every subset
 //! of the pending 4 KiB blocks and of the file's length survives, and each block once more torn in
-//! the middle. Where more than [`SUBSETS_LOG_MAX`] parts are pending, as many subsets are drawn.
+//! the middle. Where more than ten parts are pending, as many subsets are drawn.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
