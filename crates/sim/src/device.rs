@@ -23,7 +23,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::chance::Chance;
+use crate::chance::{Chance, mix};
 
 /// A sector's bytes; `None`: zeros that take no space.
 type Content = Option<Arc<[u8]>>;
@@ -267,9 +267,21 @@ impl Medium {
         after
     }
 
-    /// The sectors that a power cut may change.
-    pub fn volatile_sectors(&self) -> impl Iterator<Item = u64> {
-        self.volatile.keys().copied()
+    /// A number for what is durable, and for each sector that a power cut may change what it is to be
+    /// exclusive-ored with if the sector's newest content is kept.
+    pub fn fingerprint(&self) -> (u64, impl Iterator<Item = (u64, u64)>) {
+        let number = |sector: u64, content: Option<&Arc<[u8]>>| {
+            let words = content.iter().flat_map(|bytes| bytes.as_chunks::<8>().0);
+            let hash = words.fold(0, |hash, &word| mix(hash ^ u64::from_le_bytes(word)));
+            if hash == 0 { 0 } else { mix(hash ^ sector) }
+        };
+        let durable =
+            self.durable.iter().fold(0, |all, (&sector, bytes)| all ^ number(sector, Some(bytes)));
+        let changes = self.volatile.keys().map(move |&sector| {
+            let (old, new) = (self.durable.get(&sector), self.current(sector));
+            (sector, number(sector, old) ^ number(sector, new))
+        });
+        (durable, changes)
     }
 
     /// What is left after a power cut, below `end` bytes, that keeps the newest content of just those

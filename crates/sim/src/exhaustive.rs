@@ -3,7 +3,7 @@
 //! Histories of up to three requests from a small alphabet, one after another or all at once, on a few
 //! small images. Whenever what is pending has changed, the power fails in every way: every subset
 //! of the pending 4 KiB blocks and of the file's length survives, and each block once more torn in
-//! the middle. Where more than ten parts are pending, as many subsets are drawn.
+//! the middle. Where more than twelve parts are pending, as many subsets are drawn.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -23,7 +23,7 @@ use crate::workload::{self, Script, Step, UnderWay, run};
 use stillpoint_engine::{ImageFormat, Options};
 
 /// More pending parts than this are not enumerated but drawn from.
-const SUBSETS_LOG_MAX: usize = 10;
+const SUBSETS_LOG_MAX: usize = 12;
 const CLUSTER: u64 = 4096;
 
 /// The requests that histories are made of.
@@ -152,27 +152,35 @@ impl Small {
         seen: &mut HashSet<u64>,
         chance: &RefCell<Chance>,
     ) -> u64 {
-        let pending = world.pending(IMAGE);
+        let (durable, pending) = world.pending(IMAGE);
         let mut cuts = 0;
         let mut judge = |subset: u64, torn: Option<usize>| {
-            let keeps = |part: Pending, sector: u64| {
-                let index = pending.iter().position(|&other| other == part);
-                index.is_some_and(|index| {
-                    subset & 1 << index != 0 || torn == Some(index) && sector < 4
-                })
+            let halves = |index: usize| match subset & 1 << index != 0 {
+                true => [true, true],
+                false => [torn == Some(index), false],
+            };
+            let mut number = durable;
+            for (index, (_, changes)) in pending.iter().enumerate() {
+                for (change, _) in changes.iter().zip(halves(index)).filter(|(_, kept)| *kept) {
+                    number ^= change;
+                }
+            }
+            // The same bytes under the same oracle were judged already.
+            if !seen.insert(mix(number ^ mix(oracle.now()))) {
+                return;
+            }
+            let keeps = |part: Pending, half: usize| {
+                let index = pending.iter().position(|(other, _)| *other == part);
+                index.is_some_and(|index| halves(index)[half])
             };
             let after = world.power_cut_keeping(IMAGE, &keeps);
-            // The same bytes under the same oracle were judged already.
-            if seen.insert(mix(after.hash(IMAGE) ^ mix(oracle.now()))) {
-                judge_world(&self.subject, after, oracle.clone(), true, 1);
-                cuts += 1;
-            }
+            judge_world(&self.subject, after, oracle.clone(), true, 1);
+            cuts += 1;
         };
         let subsets = 1u64 << pending.len().min(SUBSETS_LOG_MAX);
         for subset in 0..subsets {
             let drawn = pending.len() > SUBSETS_LOG_MAX;
-            let subset = if drawn { chance.borrow_mut().draw() } else { subset };
-            judge(subset, None);
+            judge(if drawn { chance.borrow_mut().draw() } else { subset }, None);
         }
         for torn in 0..pending.len() {
             for others in [0, u64::MAX] {

@@ -25,7 +25,7 @@ use stillpoint_io::{
     Result, Segments, Storage, Value, completion,
 };
 
-use crate::chance::Chance;
+use crate::chance::{Chance, mix};
 use crate::coverage::HostKind;
 use crate::device::Medium;
 use crate::executor::Driver;
@@ -171,31 +171,43 @@ impl Inode {
         Inode::with_medium(self.number, shared, medium, end)
     }
 
-    /// What a power cut may keep or lose of the file, each by itself.
-    pub(crate) fn pending(&self) -> Vec<Pending> {
+    /// A number for what is durable of the file, and what a power cut may keep or lose, each by
+    /// itself: what the number is to be exclusive-ored with if its first half is kept, and the rest.
+    pub(crate) fn pending(&self) -> (u64, Vec<(Pending, [u64; 2])>) {
         let state = self.lock();
-        let sectors_per_block = FS_BLOCK / u64::from(self.shared.plan.lock().unwrap().sector);
-        let blocks: BTreeSet<u64> =
-            state.medium.volatile_sectors().map(|sector| sector / sectors_per_block).collect();
-        let mut pending: Vec<Pending> = blocks.into_iter().map(Pending::Block).collect();
-        if !state.ends.is_empty() {
-            pending.push(Pending::Length);
+        let per_block = FS_BLOCK / u64::from(self.shared.plan.lock().unwrap().sector);
+        let (durable, changes) = state.medium.fingerprint();
+        let mut pending: Vec<(Pending, [u64; 2])> = Vec::new();
+        for (sector, change) in changes {
+            let part = Pending::Block(sector / per_block);
+            if pending.last().is_none_or(|last| last.0 != part) {
+                pending.push((part, [0, 0]));
+            }
+            let halves = &mut pending.last_mut().expect("just pushed").1;
+            halves[usize::from(sector % per_block >= per_block / 2)] ^= change;
         }
-        pending
+        if !state.ends.is_empty() {
+            let change = mix(state.durable_end) ^ mix(state.end);
+            pending.push((Pending::Length, [0, change]));
+        }
+        (durable ^ mix(state.durable_end), pending)
     }
 
     /// The file after a power cut that keeps just what `keeps` accepts: a part of its pending blocks,
-    /// given by sector within the block, and its newest length.
+    /// given by half of the block, and its newest length.
     pub(crate) fn power_cut_keeping(
         &self,
         shared: Arc<Shared>,
-        keeps: &dyn Fn(Pending, u64) -> bool,
+        keeps: &dyn Fn(Pending, usize) -> bool,
     ) -> Inode {
         let state = self.lock();
         let per_block = FS_BLOCK / u64::from(shared.plan.lock().unwrap().sector);
-        let end = if keeps(Pending::Length, 0) { state.end } else { state.durable_end };
+        let end = if keeps(Pending::Length, 1) { state.end } else { state.durable_end };
         let medium = state.medium.power_cut_keeping(end, |sector| {
-            keeps(Pending::Block(sector / per_block), sector % per_block)
+            keeps(
+                Pending::Block(sector / per_block),
+                usize::from(sector % per_block >= per_block / 2),
+            )
         });
         Inode::with_medium(self.number, shared, medium, end)
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use futures_util::future::LocalBoxFuture;
 use stillpoint_io::{Access, Error, Files, Kind, Queue, Result, Storage, path_beside};
 
-use crate::chance::{Chance, mix};
+use crate::chance::Chance;
 use crate::coverage::HostKind;
 use crate::file::{Inode, Pending, Shared, SimFile};
 use crate::plan::Plan;
@@ -81,15 +81,6 @@ impl World {
         self.shared.stamp.load(Relaxed)
     }
 
-    /// A hash of a file's length and bytes.
-    pub(crate) fn hash(&self, name: &str) -> u64 {
-        let bytes = self.bytes(name);
-        let words = bytes
-            .chunks(8)
-            .map(|chunk| chunk.iter().fold(0, |word, &byte| word << 8 | u64::from(byte)));
-        words.fold(bytes.len() as u64, |hash, word| mix(hash ^ word))
-    }
-
     /// All bytes of a file as a read would see them now, past every fault.
     ///
     /// # Panics
@@ -129,17 +120,17 @@ impl World {
         after
     }
 
-    /// What a power cut may keep or lose of a file, each by itself.
-    pub(crate) fn pending(&self, name: &str) -> Vec<Pending> {
+    /// See [`Inode::pending`].
+    pub(crate) fn pending(&self, name: &str) -> (u64, Vec<(Pending, [u64; 2])>) {
         self.names.lock().unwrap()[name].pending()
     }
 
     /// The world after a power cut that keeps just what `keeps` accepts of the file `name`: a part,
-    /// and the sector within a block. Of other files nothing is pending.
+    /// and which half of a block. Of other files nothing is pending.
     pub(crate) fn power_cut_keeping(
         &self,
         name: &str,
-        keeps: &dyn Fn(Pending, u64) -> bool,
+        keeps: &dyn Fn(Pending, usize) -> bool,
     ) -> World {
         let after = World::new(self.shared.plan.lock().unwrap().clone());
         for (other, inode) in self.names.lock().unwrap().iter() {
