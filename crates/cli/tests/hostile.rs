@@ -322,13 +322,14 @@ fn an_external_data_file_is_missed_by_name() {
 #[test]
 fn a_guest_cannot_write_to_the_tables_that_an_entry_claims_for_it() {
     let tables = [0, REFCOUNT_TABLE, REFCOUNT_BLOCK, L1, L2];
-    for (table, flag) in tables[1..].iter().flat_map(|&table| [(table, COPIED), (table, 0)]) {
+    let flags = [COPIED, 0, COMPRESSED];
+    for (table, flag) in tables[1..].iter().flat_map(|&table| flags.map(|flag| (table, flag))) {
         let image = Image::new();
         image.poke_word(L2 + 3 * 8, table | flag);
         let before = tables.map(|table| image.bytes()[table as usize..][..0x1_0000].to_vec());
         let wrong = |ran: &Ran| ran.said.lines().filter(|line| line.contains("ERROR")).count();
         let first = wrong(&image.read(&["check"]));
-        let ran = run(&[&WRITE[..], &["--pattern", "90", image.name()]].concat());
+        let ran = run(&[&WRITE[..], &["-s", "64k", "--pattern", "90", image.name()]].concat());
         assert_eq!(ran.code, 0, "{table:#x}: {ran:?}");
         assert!(ran.said.contains("own tables"), "{table:#x}: {ran:?}");
         // The guest's bytes are elsewhere: no table holds any, and there is no more wrong than before.

@@ -198,7 +198,7 @@ impl Disk {
             let _entered = self.tracker.enter(range, Mode::Shared).await;
             return self.write_blocks(queue, offset, &from, durability).await;
         }
-        let mode = unless(Mutant::R1Unaligned);
+        let mode = exclusive_unless(Mutant::R1Unaligned);
         let _alone = self.tracker.enter(blocks, mode).await;
         Box::pin(self.write_alone(queue, range, from, durability)).await
     }
@@ -260,7 +260,7 @@ impl Disk {
         for part in parts(range) {
             // However long it takes, others on this queue have their turns.
             queue.yield_now().await;
-            let mode = unless(Mutant::R1Zeroing);
+            let mode = exclusive_unless(Mutant::R1Zeroing);
             let _alone = self.tracker.enter(self.clusters(&part), mode).await;
             let rest = match &self.image {
                 Layer::Raw(raw) => {
@@ -310,7 +310,7 @@ impl Disk {
                     }
                 }
                 Layer::Qcow2(image) => {
-                    let mode = unless(Mutant::R1Zeroing);
+                    let mode = exclusive_unless(Mutant::R1Zeroing);
                     let _alone = self.tracker.enter(self.clusters(&part), mode).await;
                     let _kept_as_it_is = image.clear(queue, part, Space::Released).await?;
                 }
@@ -430,7 +430,7 @@ impl Disk {
 }
 
 /// Exclusive, unless this rule is broken.
-fn unless(mutant: Mutant) -> Mode {
+fn exclusive_unless(mutant: Mutant) -> Mode {
     if broken(mutant) { Mode::Shared } else { Mode::Exclusive }
 }
 

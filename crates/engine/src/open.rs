@@ -203,7 +203,8 @@ impl Opening<'_> {
                 tracker: self.tracker.clone(),
                 background: self.background.clone(),
                 writes: AtomicU64::new(0),
-                tables: Default::default(),
+                table_clusters: Default::default(),
+                claim_told: AtomicBool::new(false),
                 commit_wanted: AtomicBool::new(false),
             }),
         });

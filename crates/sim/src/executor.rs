@@ -274,6 +274,11 @@ impl Executor {
         }
     }
 
+    /// A stream of chance of its own.
+    pub fn fork_chance(&self) -> Chance {
+        self.core.chance.borrow_mut().fork()
+    }
+
     /// How many steps have been taken.
     pub fn steps(&self) -> u64 {
         self.core.step.get()

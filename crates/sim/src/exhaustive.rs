@@ -141,6 +141,8 @@ impl Small {
             }
         };
         executor.run_until(u64::MAX, watch, life);
+        let cuts = self.cut(&world, &oracle.borrow(), &mut seen.borrow_mut(), &chance);
+        coverage.borrow_mut().cuts += cuts;
         coverage.into_inner()
     }
 

@@ -142,7 +142,7 @@ impl History {
             counts.count(&under_way.each_ref().map(Cell::get), &world.under_way());
             coverage.set(counts);
         };
-        let mut chance = Chance::new(mix(self.seed ^ round.steps));
+        let mut chance = executor.fork_chance();
         let watch = || {
             if self.probes > 0 && chance.one_in(self.probes) {
                 count_cut();
@@ -365,7 +365,8 @@ impl History {
 
 impl fmt::Display for History {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "seed {:#x}, {} queues, {:?}", self.seed, self.queues, self.plan)?;
+        let (seed, queues, probes) = (self.seed, self.queues, self.probes);
+        writeln!(f, "seed {seed:#x}, {queues} queues, probes {probes}, {:?}", self.plan)?;
         for (index, round) in self.rounds.iter().enumerate() {
             match round.steps {
                 u64::MAX => writeln!(f, "  round {index}, closed in order")?,

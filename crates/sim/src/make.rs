@@ -84,6 +84,8 @@ struct Maker<'a> {
     /// By host cluster.
     refcounts: Vec<u64>,
     refcount_blocks: u64,
+    /// Most clusters are compressed, and no other kind of old content is freed under a reader.
+    mostly_compressed: bool,
     /// Compressed clusters: the offset of the L2 entry's word, and the bytes.
     compressed: Vec<(u64, Vec<u8>)>,
 }
@@ -103,6 +105,7 @@ impl<'a> Maker<'a> {
             made: Made { bytes: Vec::new(), filled: Vec::new(), frozen: Vec::new() },
             refcounts: Vec::new(),
             refcount_blocks: clusters.div_ceil(geometry.refcounts_per_block() - 1),
+            mostly_compressed: false,
             compressed: Vec::new(),
         }
     }
@@ -189,6 +192,7 @@ impl<'a> Maker<'a> {
     /// Gives guest clusters their kinds.
     fn fill(&mut self, chance: &mut Chance, l1: u64, l1_entries: u64) {
         let geometry = self.geometry;
+        self.mostly_compressed = chance.one_in(4);
         for l1_index in 0..l1_entries {
             if chance.one_in(4) {
                 continue;
@@ -207,6 +211,7 @@ impl<'a> Maker<'a> {
 
     fn fill_cluster(&mut self, chance: &mut Chance, guest: u64, entry: u64) {
         match chance.below(8) {
+            0..7 if self.mostly_compressed => self.compress(guest, entry),
             0..3 => {}
             3 => self.compress(guest, entry),
             _ if self.spec.extended_l2 => self.fill_subclusters(chance, guest, entry),

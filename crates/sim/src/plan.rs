@@ -118,7 +118,7 @@ impl Plan {
             can_punch: !chance.one_in(8),
             can_zero_range: !chance.one_in(4),
             fallocate_destroys_writes: xfs,
-            slow_one_in: chance.pick(&[5, 30, 30]),
+            slow_one_in: chance.pick(&[2, 5, 30, 30]),
             ..Plan::default()
         }
     }

@@ -344,24 +344,25 @@ impl Qcow2 {
     /// the allocator hand them out (F2).
     pub(super) fn structures_in(&self, part: &Range<u64>) -> BTreeSet<u64> {
         let geometry = self.geometry();
-        let cluster_of = |offset: u64| offset >> geometry.cluster_bits;
-        let l1_length = self.l1.len() * 8;
-        let l1_first = cluster_of(self.l1.host_offset);
-        let l1 = l1_first..l1_first + geometry.clusters_for(l1_length);
         let l2_tables = (0..self.l1.len()).filter_map(|index| {
             let entry = L1Entry::decode(self.l1.word(index), geometry).ok()?;
-            entry.table.map(|HostOffset(offset)| cluster_of(offset))
+            entry.table.map(|HostOffset(offset)| offset >> geometry.cluster_bits)
         });
+        let all = self.fixed_structures().into_iter().chain(l2_tables);
+        all.filter(|cluster| part.contains(cluster)).collect()
+    }
+
+    /// The clusters of the header, the L1 table and the refcounts.
+    pub(super) fn fixed_structures(&self) -> BTreeSet<u64> {
+        let geometry = self.geometry();
+        let cluster_of = |offset: u64| offset >> geometry.cluster_bits;
+        let l1_first = cluster_of(self.l1.host_offset);
+        let l1 = l1_first..l1_first + geometry.clusters_for(self.l1.len() * 8);
         self.writer().refcounts.with_table(|table| {
             let first = cluster_of(table.host_offset);
             let blocks = table.blocks.iter().map(|&block| cluster_of(block));
-            std::iter::once(0)
-                .chain(l1)
-                .chain(l2_tables)
-                .chain(first..first + table.clusters)
-                .chain(blocks)
-                .filter(|cluster| part.contains(cluster))
-                .collect()
+            let table = first..first + table.clusters;
+            std::iter::once(0).chain(l1).chain(table).chain(blocks).collect()
         })
     }
 }

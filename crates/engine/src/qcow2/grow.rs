@@ -89,6 +89,7 @@ impl Qcow2 {
         if let Some((first, count)) = replaced {
             writer.releases.push(Freed::clusters(first, count));
         }
+        self.hold_tables(used.iter().cloned().flatten());
         let mut taken = growth.counted;
         taken.extend(used);
         allocator.grown(between(old_end..end, &taken).into_iter(), end);

@@ -94,7 +94,9 @@ pub(crate) struct Writer {
     /// In-place writes and publications completed so far: what a barrier has to cover (J31).
     pub(crate) writes: AtomicU64,
     /// The clusters of the header and of the tables; found out when first asked for.
-    pub(crate) tables: Mutex<Option<BTreeSet<u64>>>,
+    pub(crate) table_clusters: Mutex<Option<BTreeSet<u64>>>,
+    /// It was told that an entry claims a table for guest data.
+    pub(crate) claim_told: AtomicBool,
     /// A commit was asked for and has not begun.
     pub(crate) commit_wanted: AtomicBool,
 }

@@ -209,6 +209,9 @@ impl Qcow2 {
             }
             queue.sleep(queue.now() - begun).await;
         }
+        if broken(Mutant::R4Punch) {
+            return;
+        }
         // R4: reused only now.
         self.recycle(queue, clusters, zero).await;
     }
@@ -216,12 +219,13 @@ impl Qcow2 {
     async fn recycle(&self, queue: &Queue, clusters: Range<u64>, zero: bool) {
         let writer = self.writer();
         for cluster in clusters {
-            if let Some(tables) = lock(&writer.tables).as_mut() {
-                tables.remove(&cluster);
-            }
             match self.refcount_slice(queue, cluster).await {
                 Ok(slice) => writer.allocator.recycle(cluster, zero, || {
-                    writer.refcounts.drop_one(&slice.pin(), cluster) == Some(0)
+                    let unused = writer.refcounts.drop_one(&slice.pin(), cluster) == Some(0);
+                    if let Some(tables) = lock(&writer.table_clusters).as_mut().filter(|_| unused) {
+                        tables.remove(&cluster);
+                    }
+                    unused
                 }),
                 Err(error) => leaked(&error, cluster),
             }

@@ -170,9 +170,8 @@ impl Qcow2 {
             }
             let bytes = Segments::alloc(self.slice_bytes() as usize);
             self.file.read(queue, home, bytes.clone()).await?;
-            let bytes = bytes.to_vec();
-            let word = |index| self.disowned(word_at(&bytes, index), index);
-            if let Some(pin) = self.l2.insert(key, word) {
+            let words = self.words_of(&bytes.to_vec());
+            if let Some(pin) = self.l2.insert(key, |index| words[index]) {
                 return Ok(Some(pin));
             }
             drop(loading);
@@ -181,25 +180,36 @@ impl Qcow2 {
         }
     }
 
-    /// A word of an L2 table, without the right to write in place if it claims one of the image's own
-    /// tables for guest data: what a guest writes there goes elsewhere (F2).
-    fn disowned(&self, word: u64, index: usize) -> u64 {
-        let is_bitmap = self.geometry().extended_l2 && index % 2 == 1;
-        let claims = word & (COPIED | COMPRESSED) == COPIED && !is_bitmap;
-        if claims && self.writer.is_some() && self.is_table(word & OFFSET_MASK) {
-            return word & !COPIED;
+    /// A slice's words; for a writer, without the right to write in place where an entry claims one of
+    /// the image's own tables for guest data: what a guest writes there goes elsewhere (F2).
+    fn words_of(&self, bytes: &[u8]) -> Vec<u64> {
+        let mut words: Vec<u64> = (0..bytes.len() / 8).map(|index| word_at(bytes, index)).collect();
+        if self.writer.is_none() {
+            return words;
         }
-        word
+        let step = (self.geometry().l2_entry_size() / 8) as usize;
+        let claims = |word: u64| {
+            let plain = word & (COPIED | COMPRESSED) == COPIED;
+            (plain && word & OFFSET_MASK != 0).then_some(word & OFFSET_MASK)
+        };
+        for index in (0..words.len()).step_by(step) {
+            if claims(words[index]).is_some_and(|host_offset| self.is_table(host_offset)) {
+                words[index] &= !COPIED;
+            }
+        }
+        words
     }
 
-    /// Whether the header or a table lies at a host offset; of those made in this open, maybe not all.
+    /// Whether the header or a table of the disk lies at a host offset. Those of snapshots and bitmaps
+    /// are not known here; their refcounts alone protect them.
     pub(crate) fn is_table(&self, host_offset: u64) -> bool {
+        let writer = self.writer();
         let cluster = host_offset >> self.geometry().cluster_bits;
-        let mut tables = lock(&self.writer().tables);
-        let tables = tables.get_or_insert_with(|| self.structures_in(&(0..u64::MAX)));
-        let found = tables.contains(&cluster);
-        if found {
-            let host_offset = cluster << self.geometry().cluster_bits;
+        let found = {
+            let mut tables = lock(&writer.table_clusters);
+            tables.get_or_insert_with(|| self.structures_in(&(0..u64::MAX))).contains(&cluster)
+        };
+        if found && !writer.claim_told.swap(true, SeqCst) {
             tracing::warn!(
                 file = self.file.name(),
                 host_offset,
@@ -207,6 +217,23 @@ impl Qcow2 {
             );
         }
         found
+    }
+
+    /// Remembers clusters that hold a table from now on.
+    pub(super) fn hold_tables(&self, clusters: impl Iterator<Item = u64>) {
+        if let Some(tables) = lock(&self.writer().table_clusters).as_mut() {
+            tables.extend(clusters);
+        }
+    }
+
+    /// Whether an L2 table that an L1 entry lets go has another use: refcounts that lie must not give
+    /// it away (F2).
+    fn has_other_use(&self, table: HostOffset) -> bool {
+        let named = (0..self.l1.len())
+            .filter_map(|index| L1Entry::decode(self.l1.word(index), self.geometry()).ok())
+            .any(|entry| entry.table == Some(table));
+        let cluster = table.0 >> self.geometry().cluster_bits;
+        named || self.fixed_structures().contains(&cluster)
     }
 
     /// Every frame of a cache is pinned: commit what is dirty, or let requests end.
@@ -278,8 +305,11 @@ impl Qcow2 {
         writer.refcounts.publish(&cluster);
         let linked = L1Entry { table: Some(HostOffset(host_offset)), copied: true };
         self.l1.change(self.l1_index(key), linked.encode());
-        if let Some(HostOffset(old)) = entry.table {
-            writer.releases.push(Freed::clusters(old >> self.geometry().cluster_bits, 1));
+        self.hold_tables(std::iter::once(cluster.first));
+        if let Some(old) = entry.table
+            && !self.has_other_use(old)
+        {
+            writer.releases.push(Freed::clusters(old.0 >> self.geometry().cluster_bits, 1));
         }
         Ok(())
     }

@@ -65,8 +65,8 @@ impl Qcow2 {
         if let Some(host) = in_place {
             // While every mapping is durable, an overwrite is made durable by itself. ORDER: asked
             // after the mapping was seen, which may have been published just now.
-            let clean = || self.is_clean() || broken(Mutant::J31Fua);
-            let by_itself = durability == Durability::Durable && clean();
+            let by_itself =
+                durability == Durability::Durable && (self.is_clean() || broken(Mutant::J31Fua));
             let own = if by_itself { Durability::Durable } else { Durability::Volatile };
             self.file.write(queue, host, data.clone(), own).await?;
             if by_itself {
@@ -408,7 +408,9 @@ impl Qcow2 {
         let releases = &self.writer().releases;
         if let Some(compressed) = old.compressed {
             let clusters = compressed.host_clusters(self.geometry());
-            releases.push(Freed::clusters(clusters.start, clusters.end - clusters.start));
+            for cluster in clusters.filter(|cluster| !self.is_table(cluster << bits)) {
+                releases.push(Freed::clusters(cluster, 1));
+            }
         } else if let Some(host) = old.host
             && !self.is_table(host)
         {
