@@ -160,8 +160,8 @@ impl BenchArgs {
     fn engine(&self) -> Options {
         let mut options = Options {
             format: self.format,
-            // The bench writes no guest's bytes, so nobody can plant a header; the engine says it aloud.
-            allow_probed_raw: true,
+            // Reading does no harm to what is not raw after all.
+            allow_probed_raw: !self.write,
             access: match (self.write, self.force_share) {
                 (true, _) => Access::Write,
                 (false, true) => Access::ReadUnlocked,
@@ -204,7 +204,7 @@ pub fn run(args: &BenchArgs, _tool: Tool) -> Result<u8> {
 }
 
 fn announce(load: &Load) {
-    println!(
+    outln!(
         "Sending {} {} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
         load.count,
         if load.write { "write" } else { "read" },
@@ -215,14 +215,14 @@ fn announce(load: &Load) {
     );
     if load.flush_interval > 0 {
         let drained = if load.drain { "" } else { "undrained " };
-        println!("Sending flush every {} {drained}requests", load.flush_interval);
+        outln!("Sending flush every {} {drained}requests", load.flush_interval);
     }
 }
 
 fn report(output: Output, load: &Load, time: Duration) {
     let seconds = time.as_secs_f64();
     match output {
-        Output::Human => println!("Run completed in {seconds:.3} seconds."),
+        Output::Human => outln!("Run completed in {seconds:.3} seconds."),
         Output::Json => {
             let bytes = load.count * load.length as u64;
             let result = serde_json::json!({
@@ -237,7 +237,7 @@ fn report(output: Output, load: &Load, time: Duration) {
                 "requests-per-second": load.count as f64 / seconds,
                 "bytes-per-second": bytes as f64 / seconds,
             });
-            println!("{result:#}");
+            outln!("{result:#}");
         }
     }
 }

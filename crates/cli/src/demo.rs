@@ -50,12 +50,12 @@ pub fn run(_args: &DemoArgs) -> Result<u8> {
     let image = folder.path().join("demo.qcow2");
     create(&image)?;
     let socket = Address::Unix(folder.path().join("demo.sock"));
-    println!(
+    outln!(
         "A disk of {} for a virtual machine, served from {}",
         human(DISK_BYTES),
         image.display()
     );
-    println!("on {socket} and used over it, {DEPTH} requests at once.\n");
+    outln!("on {socket} and used over it, {DEPTH} requests at once.\n");
 
     let stop = Stop::new();
     let plan = plan(&image, &socket);
@@ -275,9 +275,13 @@ fn read_and_compare(client: &mut Client, versions: &Versions) -> Result<Row> {
 }
 
 fn print_table(rows: &[Row]) {
-    println!(
+    outln!(
         "{:<28} {:>8}  {:>8}  {:>10}  {:>12}",
-        "What was done", "requests", "of", "per second", "speed"
+        "What was done",
+        "requests",
+        "of",
+        "per second",
+        "speed"
     );
     for Row { what, requests, each, time, outcome } in rows {
         let per_second = *requests as f64 / time.as_secs_f64().max(1e-9);
@@ -287,20 +291,20 @@ fn print_table(rows: &[Row]) {
         let line = format!(
             "{what:<28} {requests:>8}  {each:>8}  {per_second:>10}  {speed:>12}  {outcome}"
         );
-        println!("{}", line.trim_end());
+        outln!("{}", line.trim_end());
     }
 }
 
 fn print_sizes(image: &Path) -> Result<()> {
     let found = std::fs::metadata(image)
         .map_err(|error| Error::from_std("look at the image", &error).file(image.display()))?;
-    println!(
+    outln!(
         "\nThe virtual machine sees a disk of {}; its file occupies {} on the host.",
         human(DISK_BYTES),
         human(found.blocks() * 512),
     );
-    println!("The image was closed clean: qemu-img and every other qcow2 program can use it.");
-    println!("\nServe an image of your own: stillpoint serve disk.qcow2 --nbd unix:/tmp/disk.sock");
+    outln!("The image was closed clean: qemu-img and every other qcow2 program can use it.");
+    outln!("\nServe an image of your own: stillpoint serve disk.qcow2 --nbd unix:/tmp/disk.sock");
     Ok(())
 }
 

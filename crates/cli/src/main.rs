@@ -8,12 +8,13 @@
 //! | `serve`, `config` | `stillpoint serve`, and its configuration files |
 //! | `demo` | `stillpoint demo` |
 //! | `bench` | `stillpoint bench`, as `qemu-img bench` |
+//! | `output` | printing that outlives its reader |
 //! | `img/` | `create`, `info`, `check`, `map`, as qemu-img's |
 //!
 //! A verb is one line in [`Verb`], one in [`Verb::run`], and a file. Called through a link named
 //! `qemu-img`, or as `stillpoint img VERB`, the program speaks as qemu-img does: see [`Tool`].
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrongly called (1 for qemu-img); verbs may have more of their own.
+//! Exit codes: 0 done, 1 failed or wrongly called, as for qemu-img; verbs may have more of their own.
 
 #![allow(unreachable_pub, reason = "in a program, pub means: for its other modules")]
 
@@ -26,6 +27,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 use stillpoint_io::Result;
 use tracing_subscriber::EnvFilter;
 
+#[macro_use]
+mod output;
 mod bench;
 mod config;
 mod demo;
@@ -117,14 +120,6 @@ impl Tool {
             Tool::QemuImg => "qemu-img",
         }
     }
-
-    /// The exit code of a call that cannot be understood.
-    fn usage_code(self) -> u8 {
-        match self {
-            Tool::Stillpoint => 2,
-            Tool::QemuImg => 1,
-        }
-    }
 }
 
 fn main() -> ExitCode {
@@ -138,16 +133,16 @@ fn main() -> ExitCode {
         Ok(Err(error)) => complain(tool, &error),
         Err(usage) => {
             // Help and version were asked for, and are no mistake.
-            let code = if usage.use_stderr() { tool.usage_code() } else { 0 };
+            let code = u8::from(usage.use_stderr());
             let _ = usage.print();
             code
         }
     };
-    ExitCode::from(code)
+    ExitCode::from(code.max(u8::from(output::failed())))
 }
 
 fn complain(tool: Tool, error: &stillpoint_io::Error) -> u8 {
-    eprintln!("{}: {error}", tool.name());
+    errln!("{}: {error}", tool.name());
     1
 }
 
@@ -174,12 +169,14 @@ fn start_logging(cli: &Cli) {
     let usual = if matches!(cli.verb, Verb::Serve(_)) { "info" } else { "warn" };
     let wanted = cli.log.as_deref().unwrap_or(usual);
     let filter = EnvFilter::try_new(wanted).unwrap_or_else(|error| {
-        eprintln!("stillpoint: --log {wanted}: {error}; logging {usual}");
+        errln!("stillpoint: --log {wanted}: {error}; logging {usual}");
         EnvFilter::new(usual)
     });
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // What cannot be logged is lost; complaining about it would end the server.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match cli.log_format {
         LogFormat::Text => builder.with_target(false).init(),

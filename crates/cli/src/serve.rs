@@ -38,7 +38,7 @@ Examples:
 
 A comma inside a file's name is written twice.
 
-SIGTERM and SIGINT end the server in order: requests in flight are answered, everything is made
+SIGTERM, SIGINT and SIGHUP end the server in order: requests in flight are answered, everything is made
 durable, images are closed clean, sockets are removed.";
 
 /// Serve images to NBD clients
@@ -68,7 +68,7 @@ pub struct ServeArgs {
     max_requests: u32,
 
     /// How much memory all requests in flight may occupy, at least 64M; beyond it clients wait
-    #[arg(long, value_name = "SIZE", default_value = "256M")]
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_memory)]
     memory: Size,
 
     /// Write the process's id to this file
@@ -111,6 +111,9 @@ pub fn run(args: ServeArgs, configured: Vec<ImageSpec>) -> Result<u8> {
     })?;
     Ok(0)
 }
+
+/// The least memory for requests, in bytes.
+const MEMORY_MIN: u64 = 64 << 20;
 
 fn plan(args: ServeArgs, mut specs: Vec<ImageSpec>) -> Result<Plan> {
     for image in &args.images {
@@ -169,6 +172,15 @@ fn image(spec: ImageSpec, defaults: &ImageOptions) -> Result<Image> {
 
 /// Takes `[NAME=]FILE[,KEY=VALUE]...` apart. A comma is written twice inside a name; what contains a
 /// slash before its first `=` has no NAME.
+fn parse_memory(text: &str) -> std::result::Result<Size, String> {
+    match text.parse()? {
+        Size(bytes) if bytes < MEMORY_MIN => {
+            Err("less than 64M, which one request may need".into())
+        }
+        size => Ok(size),
+    }
+}
+
 fn parse_image(text: &str) -> Result<ImageSpec> {
     const COMMA: &str = "\u{0}";
     let marked = text.replace(",,", COMMA);

@@ -1,6 +1,6 @@
 //! The program as people call it: what it prints, its exit codes, its mistakes by name.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -103,9 +103,9 @@ fn bench_prints_qemu_imgs_lines_or_json() {
 fn calls_that_make_no_sense_are_explained() {
     let folder = tempfile::tempdir().unwrap();
     let image = raw_image(folder.path(), "disk.raw");
-    refused(&["conjure"], 2, &["conjure"]);
+    refused(&["conjure"], 1, &["conjure"]);
     refused(&["img", "conjure"], 1, &["conjure"]);
-    refused(&["bench", "-c", "0", &image], 2, &["0"]);
+    refused(&["bench", "-c", "0", &image], 1, &["0"]);
     refused(&["bench", "/no/such/image"], 1, &["/no/such/image", "No such file"]);
     refused(&["img", "bench", "/no/such/image"], 1, &["qemu-img: "]);
     refused(&["bench", "-n", "-f", "raw", &image], 1, &["direct I/O", "-t none"]);
@@ -113,7 +113,7 @@ fn calls_that_make_no_sense_are_explained() {
     refused(&["serve"], 1, &["no image is named"]);
     refused(&["serve", "a/x.raw", "b/x.raw"], 1, &["\"x\"", "NAME=FILE"]);
     refused(&["serve", "x.raw,colour=red"], 1, &["colour", "the keys are format"]);
-    refused(&["serve", "x.raw", "--nbd", "udp:1"], 2, &["udp:1", "unix:PATH"]);
+    refused(&["serve", "x.raw", "--nbd", "udp:1"], 1, &["udp:1", "unix:PATH"]);
     refused(&["serve", "x", "--config", "/no/such.toml"], 1, &["/no/such.toml"]);
     assert_eq!(run(&["serve", "--help"]).status.code(), Some(0));
 }
@@ -204,4 +204,102 @@ fn a_configuration_says_what_flags_say_and_flags_go_first() {
     std::fs::write(&config, "colour = 'red'").unwrap();
     let config = config.to_str().unwrap();
     refused(&["serve", "--config", config], 1, &[config, "--colour"]);
+}
+
+#[test]
+fn a_server_that_nobody_listens_to_loses_nothing() {
+    for signal in ["TERM", "HUP"] {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("disk.qcow2");
+        let image = image.to_str().unwrap();
+        assert!(run(&["create", "-q", "-f", "qcow2", image, "64M"]).status.success());
+        let socket = folder.path().join("s");
+        let nbd = format!("--nbd=unix:{}", socket.display());
+        let mut child =
+            program().args(["serve", image, &nbd]).stderr(Stdio::piped()).spawn().unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("ready") {
+            line.clear();
+            assert!(log.read_line(&mut line).unwrap() > 0, "it ended before it was ready");
+        }
+        // Whoever took its log has gone: every further line fails.
+        drop(log);
+        let address = Address::Unix(socket.clone());
+        let mut client = Client::connect(&address, "disk", ReplyStyle::Structured).unwrap();
+        client.write(4096, &[7; 4096], 0).unwrap();
+        // Something to complain about: a client that hangs up in the middle of a request.
+        drop(client);
+        let mut mumbler = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+        mumbler.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let _answer = mumbler.read(&mut [0; 64]);
+        drop(mumbler);
+        let mut client = Client::connect(&address, "disk", ReplyStyle::Structured).unwrap();
+        client.write(1 << 20, &[8; 4096], 0).unwrap();
+        let pid = child.id().to_string();
+        assert!(
+            Command::new("kill").args([&format!("-{signal}"), &pid]).status().unwrap().success()
+        );
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{signal}");
+        assert!(!socket.exists());
+        for (pattern, offset) in [(7, "4096"), (8, "1M")] {
+            let map = text(
+                &run(&[
+                    "map",
+                    "--output",
+                    "json",
+                    "--start-offset",
+                    offset,
+                    "--max-length",
+                    "4096",
+                    image,
+                ])
+                .stdout,
+            );
+            let runs: serde_json::Value = serde_json::from_str(&map).unwrap();
+            let at = runs[0]["offset"].as_u64().unwrap() as usize;
+            let bytes = std::fs::read(image).unwrap();
+            assert_eq!(bytes[at..at + 4096], [pattern; 4096], "{signal}: {map}");
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_ends_nothing_by_a_panic() {
+    let folder = tempfile::tempdir().unwrap();
+    let image = raw_image(folder.path(), "disk.raw");
+    let new = folder.path().join("new.qcow2");
+    let new = new.to_str().unwrap();
+    for args in [
+        &["create", "-f", "qcow2", new, "1M"][..],
+        &["create", "-f", "qcow2", "-o", "help"],
+        &["info", "-f", "raw", &image],
+        &["info", "-f", "raw", "--output", "json", &image],
+        &["check", new],
+        &["map", "-f", "raw", &image],
+        &["bench", "-f", "raw", "-c", "10", &image],
+        &["demo"],
+    ] {
+        let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let child = program().args(args).stdout(full()).stderr(full()).output().unwrap();
+        assert_eq!(child.status.code(), Some(1), "{args:?}");
+    }
+    assert!(run(&["check", "-q", new]).status.success(), "it was made all the same");
+}
+
+#[test]
+fn a_pid_file_belongs_to_one_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, second) = (raw_image(folder.path(), "a.raw"), raw_image(folder.path(), "b.raw"));
+    let pid_file = folder.path().join("pid");
+    let pid = format!("--pid-file={}", pid_file.display());
+    let nbd = |name| format!("--nbd=unix:{}", folder.path().join(name).display());
+    let served = Served::start(&["-f", "raw", &first, &nbd("s"), &pid]);
+    refused(&["serve", "-f", "raw", &second, &nbd("t"), &pid], 1, &["another server", "pid"]);
+    let kept = std::fs::read_to_string(&pid_file).unwrap();
+    assert_eq!(kept.trim(), served.0.id().to_string());
+    served.terminate();
+    assert!(!pid_file.exists());
+    let few = ["serve", "-f", "raw", &second, "--memory", "1M"];
+    refused(&few, 1, &["64M"]);
 }

@@ -1,4 +1,4 @@
-//! Waiting for SIGTERM and SIGINT on a loop.
+//! Waiting for SIGTERM, SIGINT and SIGHUP on a loop.
 //!
 //! The handler only writes to an eventfd, so it needs no signal mask and works whichever thread the
 //! signal hits.
@@ -22,6 +22,8 @@ pub enum Signal {
     Terminate,
     /// SIGINT.
     Interrupt,
+    /// SIGHUP: the terminal has gone.
+    HangUp,
 }
 
 static BELL: OnceLock<OwnedFd> = OnceLock::new();
@@ -40,7 +42,7 @@ extern "C" fn handle(signal: libc::c_int) {
     }
 }
 
-/// SIGTERM and SIGINT, caught for as long as the process lives.
+/// SIGTERM, SIGINT and, unless it was ignored (`nohup`), SIGHUP, caught for as long as the process lives.
 #[derive(Debug)]
 pub struct StopSignals {
     generation: u32,
@@ -58,10 +60,15 @@ impl StopSignals {
             let bell = BELL.get_or_init(|| bell);
             BELL_FD.store(bell.as_raw_fd(), Ordering::Relaxed);
         }
-        for signal in [libc::SIGTERM, libc::SIGINT] {
-            // SAFETY: the action is a plain record, filled in before the call; the handler is
-            // async-signal-safe.
+        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+            // SAFETY: the actions are plain records, filled in before the call or by it; the handler
+            // is async-signal-safe.
             let result = unsafe {
+                let mut before: libc::sigaction = std::mem::zeroed();
+                libc::sigaction(signal, std::ptr::null(), &raw mut before);
+                if signal == libc::SIGHUP && before.sa_sigaction == libc::SIG_IGN {
+                    continue;
+                }
                 let mut action: libc::sigaction = std::mem::zeroed();
                 action.sa_sigaction = handle as extern "C" fn(libc::c_int) as usize;
                 action.sa_flags = libc::SA_RESTART;
@@ -86,6 +93,7 @@ impl StopSignals {
             if rustix::io::read(bell, &mut [0u8; 8]).is_ok() {
                 return Ok(match LAST.load(Ordering::Relaxed) {
                     libc::SIGINT => Signal::Interrupt,
+                    libc::SIGHUP => Signal::HangUp,
                     _ => Signal::Terminate,
                 });
             }

@@ -15,6 +15,8 @@
 //!
 //! Deliberately absent: which options exist and what they are called (that is the command line's).
 
+use std::fs::{File, TryLockError};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -70,7 +72,7 @@ pub struct Plan {
     pub memory_bytes: u64,
     /// A file that holds the process's id while it serves.
     pub pid_file: Option<PathBuf>,
-    /// SIGTERM and SIGINT end the server in order.
+    /// SIGTERM, SIGINT and SIGHUP end the server in order.
     pub catch_signals: bool,
     /// What each client is allowed.
     pub allowance: Allowance,
@@ -253,6 +255,10 @@ impl Reception<'_> {
                 tracing::debug!(peer, queue = index, "a client has connected");
                 match connection::serve(&queue, &stream, &hall).await {
                     Ok(end) => tracing::debug!(peer, ?end, "a client has left"),
+                    // It hung up without good-bye, as many do.
+                    Err(error) if error.errno().is_some_and(hung_up) => {
+                        tracing::debug!(peer, "a client has hung up: {error}");
+                    }
                     Err(error) => tracing::warn!(peer, "a client is put out: {error}"),
                 }
             })
@@ -312,20 +318,39 @@ impl Drop for Seat {
     }
 }
 
-/// The file with the process's id; it goes when the server does.
-struct PidFile(PathBuf);
+/// Whether an error of a socket says that the other side has gone.
+fn hung_up(errno: i32) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    [BrokenPipe, ConnectionReset].contains(&std::io::Error::from_raw_os_error(errno).kind())
+}
+
+/// The file with the process's id, locked; it goes when the server does.
+struct PidFile {
+    path: PathBuf,
+    _locked: File,
+}
 
 impl PidFile {
     fn create(path: &Path) -> Result<PidFile> {
-        std::fs::write(path, format!("{}\n", std::process::id()))
-            .map_err(|error| Error::from_std("write the pid file", &error).file(path.display()))?;
-        Ok(PidFile(path.to_owned()))
+        const WRITE: &str = "write the pid file";
+        let failed = |error: &std::io::Error| Error::from_std(WRITE, error).file(path.display());
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false);
+        let mut file = options.open(path).map_err(|error| failed(&error))?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(Error::new(Kind::Busy, WRITE, "another server that runs has it")
+                .file(path.display())
+                .remedy("stop that one first, or name another file"));
+        }
+        file.set_len(0).map_err(|error| failed(&error))?;
+        writeln!(file, "{}", std::process::id()).map_err(|error| failed(&error))?;
+        Ok(PidFile { path: path.to_owned(), _locked: file })
     }
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
@@ -355,6 +380,11 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
         drop(file);
         assert!(!path.exists());
+        let file = PidFile::create(&path).unwrap();
+        let busy = PidFile::create(&path).err().unwrap().to_string();
+        assert!(busy.contains("another server"), "{busy}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
+        drop(file);
         let error = PidFile::create(&folder.path().join("no/pid")).err().unwrap().to_string();
         assert!(error.contains("no/pid") && error.contains("pid file"), "{error}");
     }

@@ -141,10 +141,34 @@ pub struct Script {
 impl Script {
     /// A random script.
     pub fn random(chance: &mut Chance, shape: &Shape) -> Script {
+        if chance.one_in(6) {
+            return Script::sweep(chance, shape);
+        }
         let count = if chance.one_in(6) { 40 } else { chance.between(1, 4) };
         let hot: Vec<u64> = (0..count).map(|_| chance.below(shape.size)).collect();
         let tasks = (0..shape.tasks)
             .map(|_| (0..shape.steps).map(|_| random_step(chance, shape, &hot)).collect())
+            .collect();
+        Script { tasks }
+    }
+
+    /// One task writes cluster after cluster durably while all others read the same ones: what a write
+    /// frees has readers.
+    fn sweep(chance: &mut Chance, shape: &Shape) -> Script {
+        let clusters = shape.size / shape.cluster;
+        let first = chance.below(clusters);
+        let cluster = |index: usize| {
+            let start = (first + index as u64) % clusters * shape.cluster;
+            start..start + shape.cluster
+        };
+        let tasks = (0..shape.tasks.max(2))
+            .map(|task| {
+                let step = |index| match task {
+                    0 => Step::Write(cluster(index), true),
+                    _ => Step::Read(cluster(index)),
+                };
+                (0..shape.steps).map(step).collect()
+            })
             .collect();
         Script { tasks }
     }

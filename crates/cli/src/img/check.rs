@@ -83,10 +83,10 @@ async fn check_image(
         None => probe_format(queue, &*file).await.map_err(&opening)?,
     };
     if format == ImageFormat::Raw {
-        eprintln!("{}: This image format does not support checks", tool.name());
+        errln!("{}: This image format does not support checks", tool.name());
         return Ok(CODE_UNSUPPORTED);
     }
-    let mut tell = |finding: &Finding| eprintln!("{finding}");
+    let mut tell = |finding: &Finding| errln!("{finding}");
     let failing = |error: stillpoint_io::Error| match error.kind() {
         Kind::Invalid | Kind::Corrupt | Kind::Unsupported => opening(error),
         _ => Complaint { before: "Check failed: ".to_owned(), ..opening(error) },
@@ -94,10 +94,11 @@ async fn check_image(
     let mut report = check(queue, &file, repair, &mut tell).await.map_err(failing)?;
     if report.corruptions_fixed + report.leaks_fixed > 0 {
         if args.output == Output::Human && !args.quiet {
-            println!(
+            outln!(
                 "The following inconsistencies were found and repaired:\n\n    {} leaked \
                  clusters\n    {} corruptions\n\nDouble checking the fixed image now...",
-                report.leaks_fixed, report.corruptions_fixed
+                report.leaks_fixed,
+                report.corruptions_fixed
             );
         }
         // What is told in the end is what a second look has seen.
@@ -122,17 +123,17 @@ async fn check_image(
 
 fn print_report(report: &Report) {
     if report.corruptions + report.leaks == 0 {
-        println!("No errors were found on the image.");
+        outln!("No errors were found on the image.");
     }
     if report.corruptions > 0 {
-        println!(
+        outln!(
             "\n{} errors were found on the image.\nData may be corrupted, or further writes to the \
              image may corrupt it.",
             report.corruptions
         );
     }
     if report.leaks > 0 {
-        println!(
+        outln!(
             "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no \
              harm to data.",
             report.leaks
@@ -140,7 +141,7 @@ fn print_report(report: &Report) {
     }
     if report.allocated_clusters > 0 && report.total_clusters > 0 {
         let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
-        println!(
+        outln!(
             "{}/{} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
             report.allocated_clusters,
             report.total_clusters,
@@ -150,7 +151,7 @@ fn print_report(report: &Report) {
         );
     }
     if report.image_end_offset > 0 {
-        println!("Image end offset: {}", report.image_end_offset);
+        outln!("Image end offset: {}", report.image_end_offset);
     }
 }
 

@@ -55,7 +55,7 @@ pub fn run(args: &CreateArgs, tool: Tool) -> Result<u8> {
     if args.options.iter().any(|list| CreateOptions::asks_for_help(list)) {
         return match CreateOptions::of_format(&args.format) {
             Some(options) => {
-                print!("{}", options.help());
+                out!("{}", options.help());
                 Ok(0)
             }
             None => refuse(tool, format!("Unknown file format '{}'", args.format)),
@@ -81,7 +81,7 @@ pub fn run(args: &CreateArgs, tool: Tool) -> Result<u8> {
 }
 
 fn refuse(tool: Tool, why: Refusal) -> Result<u8> {
-    eprintln!("{}: {why}", tool.name());
+    errln!("{}: {why}", tool.name());
     Ok(1)
 }
 
@@ -133,7 +133,7 @@ async fn make(
         options.set_default(option, default);
     }
     if !args.quiet {
-        println!("Formatting '{name}', fmt={}{}", args.format, options.describe());
+        outln!("Formatting '{name}', fmt={}{}", args.format, options.describe());
     }
     let result = if args.format == "raw" {
         let preallocation = preallocation(&options)?;

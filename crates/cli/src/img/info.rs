@@ -69,9 +69,9 @@ async fn tell(queue: &Queue, files: HostFiles, target: &Target, args: &InfoArgs)
         Output::Human => {
             for (index, info) in infos.iter().enumerate() {
                 if index > 0 {
-                    println!();
+                    outln!();
                 }
-                print!("{}", human(info));
+                out!("{}", human(info));
             }
         }
         Output::Json if args.backing_chain => {

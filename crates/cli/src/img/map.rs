@@ -37,7 +37,7 @@ pub fn run(args: &MapArgs, tool: Tool) -> Result<u8> {
         match text::parse_size(given) {
             Some(bytes) => *value = bytes,
             None => {
-                eprintln!("{}: Invalid {what} specified: '{given}'.", tool.name());
+                errln!("{}: Invalid {what} specified: '{given}'.", tool.name());
                 return Ok(1);
             }
         }
@@ -122,7 +122,7 @@ impl<W: Write> Printer<W> {
                 }
                 None => {
                     self.out.flush()?;
-                    eprintln!(
+                    errln!(
                         "{}: File contains external, encrypted or compressed clusters.",
                         self.tool.name()
                     );

@@ -173,23 +173,23 @@ fn finish(tool: Tool, verb: &str, ending: Result<Ending>) -> Result<u8> {
         Ok(Ok(code)) => Ok(code),
         Ok(Err(complaint)) if tool == Tool::QemuImg => {
             let Complaint { before, name, error } = complaint;
-            eprintln!("qemu-img: {before}{}", text::reason(&name, &error));
+            errln!("qemu-img: {before}{}", text::reason(&name, &error));
             Ok(1)
         }
         Ok(Err(complaint)) => Err(complaint.error),
         Err(error) if tool == Tool::QemuImg => {
             match error.file_name() {
-                Some(name) => eprintln!("qemu-img: Could not open '{name}': {}", error.why()),
-                None => eprintln!("qemu-img: {}", error.why()),
+                Some(name) => errln!("qemu-img: Could not open '{name}': {}", error.why()),
+                None => errln!("qemu-img: {}", error.why()),
             }
             if error.kind() == Kind::Invalid {
-                eprintln!("Try 'qemu-img {verb} --help' for more info");
+                errln!("Try 'qemu-img {verb} --help' for more info");
             }
             Ok(1)
         }
         Err(error) if error.kind() == Kind::Invalid => {
-            eprintln!("{}: {}", tool.name(), error.why());
-            Ok(tool.usage_code())
+            errln!("{}: {}", tool.name(), error.why());
+            Ok(1)
         }
         Err(error) => Err(error),
     }

@@ -47,7 +47,7 @@ pub fn print_json(value: &impl Serialize) {
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
     let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
     value.serialize(&mut serializer).expect("numbers and strings can be written as JSON");
-    println!("{}", String::from_utf8(bytes).expect("JSON is UTF-8"));
+    outln!("{}", String::from_utf8(bytes).expect("JSON is UTF-8"));
 }
 
 /// The system's words for an error number.
