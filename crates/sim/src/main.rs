@@ -211,10 +211,10 @@ fn prove(args: &Args) -> ExitCode {
 }
 
 /// Looks for the faults that were put in on purpose, one after another.
-fn find(args: &Args, wrongs: &[(Wrong, &str, &str)]) -> ExitCode {
+fn find(args: &Args, wrongs: &[(Wrong, &str)]) -> ExitCode {
     println!("{:18} {:>8} {:>10} {:>9}  how it showed", "mutant", "seed", "histories", "seconds");
     let mut missed = 0;
-    for (wrong, name, _) in wrongs {
+    for (wrong, name) in wrongs {
         let bar = progress(args.minutes.is_none().then_some(args.seeds));
         let search = search(args, *wrong, &bar);
         bar.finish_and_clear();
@@ -232,17 +232,14 @@ fn find(args: &Args, wrongs: &[(Wrong, &str, &str)]) -> ExitCode {
 }
 
 /// The rows that `name` asks for.
-fn named<'a>(
-    rows: impl Iterator<Item = (Wrong, &'a str, &'a str)>,
-    name: &str,
-) -> Vec<(Wrong, &'a str, &'a str)> {
+fn named<'a>(rows: impl Iterator<Item = (Wrong, &'a str)>, name: &str) -> Vec<(Wrong, &'a str)> {
     rows.filter(|row| name == "all" || row.1 == name).collect()
 }
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let rules = Mutant::ALL.iter().map(|&(rule, name, what)| (Wrong::Rule(rule), name, what));
-    let lies = Lie::ALL.iter().map(|&(lie, name)| (Wrong::Disk(lie), name, ""));
+    let rules = Mutant::ALL.iter().map(|&(rule, name, _)| (Wrong::Rule(rule), name));
+    let lies = Lie::ALL.iter().map(|&(lie, name)| (Wrong::Disk(lie), name));
     let wrongs = match (&args.mutant, &args.lie) {
         (Some(name), _) => named(rules, name),
         (_, Some(name)) => named(lies, name),

@@ -247,16 +247,11 @@ impl Qcow2 {
     pub(crate) async fn close(&self, queue: &Queue) -> Done {
         // Growth ahead of need ends first: what it has begun is in the cache when this is granted.
         let allocator = &self.writer().allocator;
-        if broken(Mutant::F4Growth) {
-            return self.close_now(queue).await;
+        if !broken(Mutant::F4Growth) {
+            *allocator.growing.lock().await = Growing::Closed;
         }
-        *allocator.growing.lock().await = Growing::Closed;
-        self.close_now(queue).await
-    }
-
-    async fn close_now(&self, queue: &Queue) -> Done {
         self.release_all(queue).await?;
-        let end = self.writer().allocator.trim() << self.geometry().cluster_bits;
+        let end = allocator.trim() << self.geometry().cluster_bits;
         if end < self.file.end() && !self.file.facts().fixed_size {
             self.file.manage(queue, Manage::Shrink { end }).await?;
             self.barrier(queue).await?;
