@@ -52,18 +52,6 @@ impl HostKind {
     /// How many there are.
     pub const COUNT: usize = 5;
     const NAMES: [&str; HostKind::COUNT] = ["read", "write", "flush", "resize", "zero"];
-
-    /// The kind of a host operation by its name in the trace.
-    pub(crate) fn of(what: &str) -> Option<HostKind> {
-        Some(match what {
-            "read" => HostKind::Read,
-            "write" | "durable write" => HostKind::Write,
-            "flush" => HostKind::Flush,
-            "grow by fallocate" | "grow by truncate" | "shrink" => HostKind::Resize,
-            "punch" | "zero range" => HostKind::Zero,
-            _ => return None,
-        })
-    }
 }
 
 /// How many cuts fell into each pair of a guest's request and a host's operation.

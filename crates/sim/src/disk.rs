@@ -17,8 +17,8 @@ use crate::plan::Plan;
 use crate::workload::{Script, Shape, Target};
 
 pub(crate) const IMAGE: &str = "vm/disk";
-pub(crate) const BACKING: &str = "base.raw";
-const BACKING_PATH: &str = "vm/base.raw";
+pub(crate) const BACKING: &str = "base";
+const BACKING_PATH: &str = "vm/base";
 
 impl Target for Disk {
     async fn read(&self, queue: &Queue, offset: u64, into: Segments) -> Result<()> {
@@ -61,6 +61,50 @@ impl Target for Disk {
     }
 }
 
+/// What lies beneath an image.
+#[derive(Clone, Debug)]
+pub enum Backing {
+    /// A raw file of so many bytes.
+    Raw(u64),
+    /// A qcow2 image.
+    Qcow2(Spec),
+}
+
+impl Backing {
+    fn random(chance: &mut Chance, size: u64, most_clusters: u64) -> Backing {
+        let size = chance.pick(&[size, size, size / 2 / 512 * 512, size + 65536]).max(512);
+        if chance.one_in(2) {
+            return Backing::Raw(size);
+        }
+        let extended_l2 = chance.one_in(3);
+        let cluster_bits = chance.between(if extended_l2 { 14 } else { 9 }, 16) as u32;
+        Backing::Qcow2(Spec {
+            version: 3,
+            cluster_bits: cluster_bits.max((size / most_clusters).max(1).ilog2()),
+            extended_l2,
+            refcount_order: 4,
+            size,
+            backing: None,
+            lean: true,
+            content: Some(Content { seed: chance.draw(), snapshot: false }),
+        })
+    }
+
+    fn size(&self) -> u64 {
+        match self {
+            Backing::Raw(size) => *size,
+            Backing::Qcow2(spec) => spec.size,
+        }
+    }
+
+    fn format(&self) -> &'static str {
+        match self {
+            Backing::Raw(_) => "raw",
+            Backing::Qcow2(_) => "qcow2",
+        }
+    }
+}
+
 /// An image and how it is opened.
 #[derive(Clone, Debug)]
 pub struct DiskSubject {
@@ -68,8 +112,10 @@ pub struct DiskSubject {
     pub qcow2: Option<Spec>,
     /// The disk's size in bytes.
     pub size: u64,
-    /// The length of its backing file in bytes.
-    pub backed: Option<u64>,
+    /// What lies beneath it.
+    pub backing: Option<Backing>,
+    /// A reflink clone shares its blocks, so that overwriting them takes space.
+    pub shared: bool,
     /// How it is opened.
     pub options: Options,
 }
@@ -78,10 +124,13 @@ impl DiskSubject {
     /// An image of any kind; for long histories a small one, since it is judged after every cut.
     pub fn random(chance: &mut Chance, scale: Scale) -> DiskSubject {
         let raw = chance.one_in(12);
-        let extended_l2 = chance.one_in(3);
+        // Tables of many slices, of which the smallest cache holds a few: what is not pinned goes.
+        let many_slices = chance.one_in(6);
+        let extended_l2 = !many_slices && chance.one_in(3);
         let smallest = if extended_l2 { 14 } else { 9 };
         // Large clusters cost time and find little more.
         let cluster_bits = match (chance.below(20), scale) {
+            _ if many_slices => 9,
             (0, Scale::Short) => 21,
             (0..4, _) => 16,
             (_, Scale::Short) => chance.between(smallest, 16),
@@ -90,23 +139,26 @@ impl DiskSubject {
         let version = if extended_l2 || !chance.one_in(8) { 3 } else { 2 };
         let cluster = 1 << cluster_bits;
         let clusters = match chance.below(8) {
-            // Several slices of an L2 table, and more of them than the smallest cache holds.
-            0 if cluster_bits <= 10 => chance.between(1000, 3000),
+            _ if many_slices => chance.between(1000, 2000),
             0 | 1 => chance.between(65, 700),
             _ => chance.between(8, 40),
         };
         let bytes_max = if scale == Scale::Short { 16 << 20 } else { 1 << 20 };
         let clusters = clusters.min(bytes_max / cluster).max(3);
         let size = clusters * cluster - chance.pick(&[0, 0, 512]).min(cluster / 2) / 512 * 512;
-        let backed = (!raw && chance.one_in(2))
-            .then(|| chance.pick(&[size, size, size / 2 / 512 * 512, size + 65536]));
+        let backing = (!raw && chance.one_in(2)).then(|| Backing::random(chance, size, 2000));
         let qcow2 = (!raw).then(|| Spec {
             version,
             cluster_bits,
             extended_l2,
-            refcount_order: if version == 2 { 4 } else { chance.pick(&[4, 4, 4, 0, 3, 6]) as u32 },
+            refcount_order: match version {
+                2 => 4,
+                _ if many_slices => chance.pick(&[4, 6]) as u32,
+                _ => chance.pick(&[4, 4, 4, 0, 3, 6]) as u32,
+            },
             size,
-            backing: backed.map(|_| BACKING.to_owned()),
+            backing: backing.as_ref().map(|backing| (BACKING.to_owned(), backing.format())),
+            lean: chance.one_in(2),
             content: chance
                 .one_in(2)
                 .then(|| Content { seed: chance.draw(), snapshot: chance.one_in(2) }),
@@ -126,11 +178,11 @@ impl DiskSubject {
                 DiscardPolicy::Ignore,
             ]),
             // The smallest, or the usual.
-            l2_cache_size: chance.pick(&[0, 32 << 20]),
-            refcount_cache_size: chance.pick(&[0, 4 << 20]),
+            l2_cache_size: if many_slices { 0 } else { chance.pick(&[0, 32 << 20]) },
+            refcount_cache_size: if many_slices { 0 } else { chance.pick(&[0, 4 << 20]) },
             ..Options::default()
         };
-        DiskSubject { qcow2, size, backed, options }
+        DiskSubject { qcow2, size, backing, shared: chance.one_in(6), options }
     }
 
     /// The disk's own unit in bytes.
@@ -144,7 +196,8 @@ impl DiskSubject {
         if chance.one_in(2) {
             plan = plan.with_random_faults(chance);
             if chance.one_in(4) {
-                let [disk, backing] = [self.size, self.backed.unwrap_or(0)].map(|size| size / 4096);
+                let backing = self.backing.as_ref().map_or(0, Backing::size) / 4096;
+                let disk = self.size / 4096;
                 plan.capacity_blocks = backing + chance.between(16, 32 + 2 * disk);
             }
         }
@@ -206,7 +259,7 @@ fn made(spec: &Spec) -> Rc<Made> {
     LAST.with_borrow_mut(|last| match last {
         Some((same, made)) if same == spec => made.clone(),
         _ => {
-            let made = Rc::new(make(spec));
+            let made = Rc::new(make(spec, oracle::PREFILLED));
             *last = Some((spec.clone(), made.clone()));
             made
         }
@@ -217,7 +270,21 @@ impl Subject for DiskSubject {
     type Target = Disk;
 
     fn create(&self, world: &World) -> Oracle {
-        let mut oracle = Oracle::new(self.size, self.backed.unwrap_or(0));
+        let mut oracle = Oracle::new(self.size);
+        match &self.backing {
+            Some(Backing::Raw(size)) => {
+                let mut bytes = vec![0; *size as usize];
+                oracle::bytes_of(oracle::BACKING, 0, &mut bytes);
+                world.add(BACKING_PATH, &bytes);
+                oracle.preset(0..*size, oracle::BACKING);
+            }
+            Some(Backing::Qcow2(spec)) => {
+                let made = make(spec, oracle::BACKING);
+                world.add(BACKING_PATH, &made.bytes);
+                made.filled.iter().for_each(|(range, value)| oracle.preset(range.clone(), *value));
+            }
+            None => {}
+        }
         match &self.qcow2 {
             Some(spec) => {
                 let made = made(spec);
@@ -226,10 +293,8 @@ impl Subject for DiskSubject {
             }
             None => world.add(IMAGE, &vec![0; self.size as usize]),
         }
-        if let Some(length) = self.backed {
-            let mut bytes = vec![0; length as usize];
-            oracle::bytes_of(oracle::BACKING, 0, &mut bytes);
-            world.add(BACKING_PATH, &bytes);
+        if self.shared {
+            world.share(IMAGE);
         }
         oracle
     }

@@ -221,7 +221,7 @@ impl Executor {
 
     /// Runs until `main` has ended, or until so many steps have been taken since this executor was
     /// made; `None` then: the power has failed, and nothing runs here any more. `watch` looks on
-    /// before each step.
+    /// before each step, and before the cut.
     ///
     /// # Panics
     /// On a deadlock, and when there is no end in sight.
@@ -241,11 +241,11 @@ impl Executor {
             }),
         );
         while result.borrow().is_none() {
+            watch();
             if self.core.step.get() >= steps {
                 self.core.cut();
                 return None;
             }
-            watch();
             self.advance_or_panic();
         }
         result.take()

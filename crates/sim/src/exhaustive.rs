@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use crate::chance::{Chance, mix};
 use crate::coverage::{Coverage, GuestKind};
-use crate::disk::{BACKING, DiskSubject, IMAGE};
+use crate::disk::{BACKING, Backing, DiskSubject, IMAGE};
 use crate::executor::Executor;
 use crate::file::Pending;
 use crate::files::World;
@@ -41,21 +41,27 @@ fn alphabet() -> Vec<Step> {
 /// The images that they are played on: empty, with a backing file, with a snapshot.
 fn subjects() -> Vec<DiskSubject> {
     let size = 16 * CLUSTER;
-    let spec = |backing: Option<String>, content| Spec {
+    let spec = |backing, content| Spec {
         version: 3,
         cluster_bits: CLUSTER.ilog2(),
         extended_l2: false,
         refcount_order: 4,
         size,
         backing,
+        lean: false,
         content,
     };
     let options = || Options { format: Some(ImageFormat::Qcow2), ..Options::default() };
-    let subject =
-        |spec, backed| DiskSubject { qcow2: Some(spec), size, backed, options: options() };
+    let subject = |spec, backing| DiskSubject {
+        qcow2: Some(spec),
+        size,
+        backing,
+        shared: false,
+        options: options(),
+    };
     vec![
         subject(spec(None, None), None),
-        subject(spec(Some(BACKING.to_owned()), None), Some(size)),
+        subject(spec(Some((BACKING.to_owned(), "raw")), None), Some(Backing::Raw(size))),
         subject(spec(None, Some(Content { seed: 1, snapshot: true })), None),
     ]
 }
@@ -175,7 +181,7 @@ impl Small {
                 let index = pending.iter().position(|(other, _)| *other == part);
                 index.is_some_and(|index| halves(index)[half])
             };
-            let after = world.power_cut_keeping(IMAGE, &keeps);
+            let after = world.power_cut_keeping(&keeps);
             judge_world(&self.subject, after, oracle.clone(), true, 1);
             cuts += 1;
         };

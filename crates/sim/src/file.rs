@@ -27,13 +27,11 @@ use stillpoint_io::{
 
 use crate::chance::{Chance, mix};
 use crate::coverage::HostKind;
-use crate::device::Medium;
+use crate::device::{FS_BLOCK, Medium};
 use crate::executor::Driver;
 use crate::plan::{BeyondEnd, Lie, Plan};
 use crate::trace::Event;
 
-/// The unit in which the file system allocates, in bytes.
-const FS_BLOCK: u64 = 4096;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const EOPNOTSUPP: i32 = 95;
@@ -96,12 +94,19 @@ struct State {
     ends: Vec<(u64, u64)>,
     /// Blocks that have space.
     allocated: BTreeSet<u64>,
+    /// Those of them that a clone of the file has too: overwriting one takes space.
+    shared: BTreeSet<u64>,
     writes: Vec<InFlight>,
     writers: usize,
     readers: usize,
 }
 
 impl State {
+    /// Whether a block can be written without taking space.
+    fn has_space(&self, block: u64) -> bool {
+        self.allocated.contains(&block) && !self.shared.contains(&block)
+    }
+
     fn set_end(&mut self, stamp: u64, end: u64) {
         self.end = end;
         self.ends.push((stamp, end));
@@ -133,10 +138,17 @@ impl Inode {
             }
         }
         medium.sync();
-        Inode::with_medium(number, shared, medium, bytes.len() as u64)
+        Inode::with_medium(number, shared, medium, bytes.len() as u64, BTreeSet::new())
     }
 
-    fn with_medium(number: u64, shared: Arc<Shared>, medium: Medium, end: u64) -> Inode {
+    /// A file of what survived; of its blocks, a clone has those in `cloned`.
+    fn with_medium(
+        number: u64,
+        shared: Arc<Shared>,
+        mut medium: Medium,
+        end: u64,
+        cloned: BTreeSet<u64>,
+    ) -> Inode {
         let mut allocated = BTreeSet::new();
         let mut position = 0;
         while let Some(data) = medium.next_data(position) {
@@ -144,11 +156,13 @@ impl Inode {
             position = (data / FS_BLOCK + 1) * FS_BLOCK;
         }
         shared.used_blocks.fetch_add(allocated.len() as u64, Relaxed);
+        medium.share(&cloned);
         let state = State {
             medium,
             end,
             durable_end: end,
             ends: Vec::new(),
+            shared: cloned.intersection(&allocated).copied().collect(),
             allocated,
             writes: Vec::new(),
             writers: 0,
@@ -168,7 +182,7 @@ impl Inode {
         let end = index.checked_sub(1).map_or(state.durable_end, |index| state.ends[index].1);
         let tears = shared.plan.lock().unwrap().lie == Some(Lie::Tear);
         let medium = state.medium.power_cut(end, tears, chance);
-        Inode::with_medium(self.number, shared, medium, end)
+        Inode::with_medium(self.number, shared, medium, end, state.shared.clone())
     }
 
     /// A number for what is durable of the file, and what a power cut may keep or lose, each by
@@ -209,7 +223,15 @@ impl Inode {
                 usize::from(sector % per_block >= per_block / 2),
             )
         });
-        Inode::with_medium(self.number, shared, medium, end)
+        Inode::with_medium(self.number, shared, medium, end, state.shared.clone())
+    }
+
+    /// Somebody has made a reflink clone of the file: every block of it is shared.
+    pub(crate) fn share(&self) {
+        let mut state = self.lock();
+        state.shared = state.allocated.clone();
+        let State { medium, shared, .. } = &mut *state;
+        medium.share(shared);
     }
 
     pub(crate) fn end(&self) -> u64 {
@@ -237,12 +259,13 @@ impl Inode {
     /// Allocates what `range` lacks, if there is space.
     fn allocate(&self, state: &mut State, plan: &Plan, range: Range<u64>) -> bool {
         let blocks = range.start / FS_BLOCK..range.end.div_ceil(FS_BLOCK);
-        let lacking: Vec<u64> = blocks.filter(|block| !state.allocated.contains(block)).collect();
+        let lacking: Vec<u64> = blocks.filter(|block| !state.has_space(*block)).collect();
         let used = self.shared.used_blocks.load(Relaxed);
         if used + lacking.len() as u64 > plan.capacity_blocks {
             return lacking.is_empty();
         }
         self.shared.used_blocks.fetch_add(lacking.len() as u64, Relaxed);
+        lacking.iter().for_each(|block| _ = state.shared.remove(block));
         state.allocated.extend(lacking);
         true
     }
@@ -251,14 +274,10 @@ impl Inode {
         let blocks = range.start.div_ceil(FS_BLOCK)..range.end.div_ceil(FS_BLOCK);
         let mut freed = 0;
         for block in blocks {
-            freed += u64::from(state.allocated.remove(&block));
+            // A shared block is the clone's, too.
+            freed += u64::from(state.allocated.remove(&block) && !state.shared.remove(&block));
         }
         self.shared.used_blocks.fetch_sub(freed, Relaxed);
-    }
-
-    fn has_space(&self, state: &State, range: Range<u64>) -> bool {
-        let mut blocks = range.start / FS_BLOCK..range.end.div_ceil(FS_BLOCK);
-        blocks.all(|block| state.allocated.contains(&block))
     }
 }
 
@@ -360,6 +379,7 @@ impl SimFile {
     fn submit(
         &self,
         queue: &Queue,
+        kind: Option<HostKind>,
         what: &'static str,
         offset: u64,
         length: u64,
@@ -367,7 +387,6 @@ impl SimFile {
         let driver = Driver::of(queue);
         let operation = self.inode.shared.next_stamp();
         driver.record(Event::Submit { operation, inode: self.inode.number, what, offset, length });
-        let kind = HostKind::of(what);
         if let Some(kind) = kind {
             self.inode.shared.under_way[kind as usize].fetch_add(1, Relaxed);
         }
@@ -379,7 +398,7 @@ impl SimFile {
     fn zero(&self, queue: &Queue, what: &'static str, range: Range<u64>) -> Completion {
         let plan = self.plan();
         let (offset, length) = (range.start, range.end - range.start);
-        let (submitted, ended) = self.submit(queue, what, offset, length);
+        let (submitted, ended) = self.submit(queue, Some(HostKind::Zero), what, offset, length);
         let driver = submitted.driver.clone();
         let latency = driver.chance(|chance| plan.latency(chance));
         let fails = driver.chance(|chance| chance.permille(plan.manage_errors_permille));
@@ -418,7 +437,8 @@ impl SimFile {
         let falloc = means == GrowMeans::Fallocate;
         let what = if falloc { "grow by fallocate" } else { "grow by truncate" };
         let old = self.end();
-        let (submitted, ended) = self.submit(queue, what, old, end.saturating_sub(old));
+        let (submitted, ended) =
+            self.submit(queue, Some(HostKind::Resize), what, old, end.saturating_sub(old));
         let driver = submitted.driver.clone();
         let latency = driver.chance(|chance| plan.latency(chance));
         let errno = if falloc && !plan.can_fallocate {
@@ -454,7 +474,7 @@ impl SimFile {
 
     fn shrink(&self, queue: &Queue, end: u64) -> Completion {
         let plan = self.plan();
-        let (submitted, ended) = self.submit(queue, "shrink", end, 0);
+        let (submitted, ended) = self.submit(queue, Some(HostKind::Resize), "shrink", end, 0);
         let latency = submitted.driver.chance(|chance| plan.latency(chance));
         let fails = submitted.driver.chance(|chance| chance.permille(plan.manage_errors_permille));
         let failure = fails.then(|| self.error("shrink", EIO, end));
@@ -495,7 +515,7 @@ impl Storage for SimFile {
             return Completion::ready(Err(error));
         }
         let plan = self.plan();
-        let (submitted, ended) = self.submit(queue, "read", offset, length);
+        let (submitted, ended) = self.submit(queue, Some(HostKind::Read), "read", offset, length);
         let driver = submitted.driver.clone();
         let latency = driver.chance(|chance| plan.latency(chance));
         let fails = driver.chance(|chance| chance.permille(plan.read_errors_permille));
@@ -532,7 +552,7 @@ impl Storage for SimFile {
         let plan = self.plan();
         let durable = durability == Durability::Durable;
         let what = if durable { "durable write" } else { "write" };
-        let (submitted, ended) = self.submit(queue, what, offset, length);
+        let (submitted, ended) = self.submit(queue, Some(HostKind::Write), what, offset, length);
         let (driver, operation) = (submitted.driver.clone(), submitted.operation);
         let latency = driver.chance(|chance| plan.latency(chance));
         let range = offset..offset + length;
@@ -543,9 +563,10 @@ impl Storage for SimFile {
             drop(state);
             panic!("R3: {}: a write of {range:#x?}, but the end in force is {end:#x}", self.name);
         }
-        let holes = !self.inode.has_space(&state, range.clone());
+        let mut blocks = range.start / FS_BLOCK..range.end.div_ceil(FS_BLOCK);
+        let takes_space = !blocks.all(|block| state.has_space(block));
         let errno = driver.chance(|chance| {
-            if holes && chance.permille(plan.no_space_permille)
+            if takes_space && chance.permille(plan.no_space_permille)
                 || !self.inode.allocate(&mut state, &plan, range.clone())
             {
                 Some(ENOSPC)
@@ -606,7 +627,7 @@ impl Storage for SimFile {
 
     fn flush(&self, queue: &Queue) -> Completion {
         let plan = self.plan();
-        let (submitted, ended) = self.submit(queue, "flush", 0, 0);
+        let (submitted, ended) = self.submit(queue, Some(HostKind::Flush), "flush", 0, 0);
         let driver = submitted.driver.clone();
         // A flush is slow, so that much happens meanwhile.
         let latency = driver.chance(|chance| plan.latency(chance) * 3);
@@ -658,7 +679,7 @@ impl Storage for SimFile {
 
     fn status(&self, queue: &Queue, offset: u64, length: u64) -> Completion {
         let plan = self.plan();
-        let (submitted, ended) = self.submit(queue, "status", offset, length);
+        let (submitted, ended) = self.submit(queue, None, "status", offset, length);
         let latency = submitted.driver.chance(|chance| plan.latency(chance));
         submitted.end_after(latency, move |state, _| {
             let medium = &state.medium;

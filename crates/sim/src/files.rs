@@ -1,7 +1,7 @@
 //! The files of a simulated world by name, and what a power cut makes of them.
 //!
-//! Folders are part of a name and nothing more; that a name itself may be lost until its folder has
-//! been synced is not simulated yet.
+//! There is one folder. What happens to its names is volatile until it is synced: a power cut keeps
+//! some first part of the changes since then, as a journaling file system does.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,20 +20,101 @@ use crate::plan::Plan;
 #[derive(Clone)]
 pub struct World {
     shared: Arc<Shared>,
-    names: Arc<Mutex<BTreeMap<String, Arc<Inode>>>>,
+    folder: Arc<Mutex<Folder>>,
+}
+
+type Names = BTreeMap<String, Arc<Inode>>;
+
+/// The files by name.
+#[derive(Default)]
+struct Folder {
+    names: Names,
+    durable: Names,
+    /// What has changed since the folder was synced, in order.
+    changes: Vec<Change>,
+}
+
+#[derive(Clone)]
+enum Change {
+    Add(String, Arc<Inode>),
+    Rename(String, String),
+}
+
+impl Change {
+    fn apply(&self, names: &mut Names) {
+        match self {
+            Change::Add(name, inode) => _ = names.insert(name.clone(), inode.clone()),
+            Change::Rename(from, to) => {
+                let inode = names.remove(from).expect("what is renamed was there before");
+                names.insert(to.clone(), inode);
+            }
+        }
+    }
+}
+
+impl Folder {
+    fn change(&mut self, change: Change) {
+        change.apply(&mut self.names);
+        self.changes.push(change);
+    }
+
+    fn sync(&mut self) {
+        self.changes.drain(..).for_each(|change| change.apply(&mut self.durable));
+    }
 }
 
 impl World {
     /// A world without files.
     pub fn new(plan: Plan) -> World {
-        World { shared: Arc::new(Shared::new(plan)), names: Arc::default() }
+        World { shared: Arc::new(Shared::new(plan)), folder: Arc::default() }
     }
 
     /// Adds a file that durably holds `bytes`; it replaces one of the same name.
     pub fn add(&self, name: &str, bytes: &[u8]) {
-        let mut names = self.names.lock().unwrap();
-        let number = names.len() as u64 + 1;
-        names.insert(name.to_owned(), Arc::new(Inode::new(number, self.shared.clone(), bytes)));
+        let inode = self.new_inode(bytes);
+        let mut folder = self.folder.lock().unwrap();
+        folder.change(Change::Add(name.to_owned(), inode));
+        folder.sync();
+    }
+
+    fn new_inode(&self, bytes: &[u8]) -> Arc<Inode> {
+        let number = self.folder.lock().unwrap().names.len() as u64 + 1;
+        Arc::new(Inode::new(number, self.shared.clone(), bytes))
+    }
+
+    fn inode(&self, name: &str) -> Option<Arc<Inode>> {
+        self.folder.lock().unwrap().names.get(name).cloned()
+    }
+
+    /// Whether there is a file of this name.
+    pub fn exists(&self, name: &str) -> bool {
+        self.inode(name).is_some()
+    }
+
+    fn existing(&self, name: &str) -> Arc<Inode> {
+        self.inode(name).unwrap_or_else(|| panic!("there is no file {name}"))
+    }
+
+    /// Gives a file another name, replacing one that had it; see [`World::sync_folder`].
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn rename(&self, from: &str, to: &str) {
+        self.existing(from);
+        self.folder.lock().unwrap().change(Change::Rename(from.to_owned(), to.to_owned()));
+    }
+
+    /// Makes durable what has happened to the names.
+    pub fn sync_folder(&self) {
+        self.folder.lock().unwrap().sync();
+    }
+
+    /// Somebody makes a reflink clone of a file: overwriting any block of it takes space from now on.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn share(&self, name: &str) {
+        self.existing(name).share();
     }
 
     /// Its files, for whoever opens them.
@@ -94,7 +175,7 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn length(&self, name: &str) -> u64 {
-        self.names.lock().unwrap()[name].end()
+        self.existing(name).end()
     }
 
     /// Bytes of a file as a read would see them now, past every fault; zeros beyond its end.
@@ -102,7 +183,7 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn read(&self, name: &str, offset: u64, length: u64) -> Vec<u8> {
-        let inode = self.names.lock().unwrap()[name].clone();
+        let inode = self.existing(name);
         let mut bytes = vec![0; length as usize];
         inode.read(offset, &mut bytes);
         bytes
@@ -113,32 +194,34 @@ impl World {
     pub fn power_cut(&self, chance: &mut Chance) -> World {
         let plan = self.shared.plan.lock().unwrap().clone();
         let after = World::new(plan);
-        for (name, inode) in self.names.lock().unwrap().iter() {
-            let inode = Arc::new(inode.power_cut(after.shared.clone(), chance));
-            after.names.lock().unwrap().insert(name.clone(), inode);
-        }
+        let folder = self.folder.lock().unwrap();
+        let mut names = folder.durable.clone();
+        let kept = chance.below(folder.changes.len() as u64 + 1) as usize;
+        folder.changes[..kept].iter().for_each(|change| change.apply(&mut names));
+        after.hold(names, |inode| inode.power_cut(after.shared.clone(), chance));
         after
+    }
+
+    /// Holds, durably, what became of each of `names`.
+    fn hold(&self, names: Names, mut became: impl FnMut(&Inode) -> Inode) {
+        let mut folder = self.folder.lock().unwrap();
+        for (name, inode) in names {
+            folder.change(Change::Add(name, Arc::new(became(&inode))));
+        }
+        folder.sync();
     }
 
     /// See [`Inode::pending`].
     pub(crate) fn pending(&self, name: &str) -> (u64, Vec<(Pending, [u64; 2])>) {
-        self.names.lock().unwrap()[name].pending()
+        self.existing(name).pending()
     }
 
-    /// The world after a power cut that keeps just what `keeps` accepts of the file `name`: a part,
-    /// and which half of a block. Of other files nothing is pending.
-    pub(crate) fn power_cut_keeping(
-        &self,
-        name: &str,
-        keeps: &dyn Fn(Pending, usize) -> bool,
-    ) -> World {
+    /// The world after a power cut that keeps just what `keeps` accepts: a part of the one file of which
+    /// anything is pending, and which half of a block.
+    pub(crate) fn power_cut_keeping(&self, keeps: &dyn Fn(Pending, usize) -> bool) -> World {
         let after = World::new(self.shared.plan.lock().unwrap().clone());
-        for (other, inode) in self.names.lock().unwrap().iter() {
-            let all = |_, _| other != name;
-            let keeps = if other == name { keeps } else { &all };
-            let inode = Arc::new(inode.power_cut_keeping(after.shared.clone(), keeps));
-            after.names.lock().unwrap().insert(other.clone(), inode);
-        }
+        let names = self.folder.lock().unwrap().names.clone();
+        after.hold(names, |inode| inode.power_cut_keeping(after.shared.clone(), keeps));
         after
     }
 
@@ -160,7 +243,7 @@ impl Files for World {
         Box::pin(async move {
             self.reach(queue).await;
             let name = beside.map_or_else(|| name.to_owned(), |beside| path_beside(name, beside));
-            let inode = self.names.lock().unwrap().get(&name).cloned().ok_or_else(|| {
+            let inode = self.inode(&name).ok_or_else(|| {
                 Error::new(Kind::NotFound, "open", "there is no such file").file(&name)
             })?;
             let file = SimFile::open(&name, inode, access).ok_or_else(|| {
@@ -177,14 +260,18 @@ impl Files for World {
     ) -> LocalBoxFuture<'a, Result<Arc<dyn Storage>>> {
         Box::pin(async move {
             self.reach(queue).await;
-            if !self.names.lock().unwrap().contains_key(name) {
-                self.add(name, &[]);
-            }
-            let inode = self.names.lock().unwrap()[name].clone();
+            let inode = self.inode(name).unwrap_or_else(|| {
+                let fresh = self.new_inode(&[]);
+                let change = Change::Add(name.to_owned(), fresh.clone());
+                self.folder.lock().unwrap().change(change);
+                fresh
+            });
             let file = SimFile::open(name, inode.clone(), Access::Write).ok_or_else(|| {
                 Error::new(Kind::Busy, "create", "somebody has it open").file(name)
             })?;
             inode.empty();
+            self.reach(queue).await;
+            self.sync_folder();
             Ok(Arc::new(file) as Arc<dyn Storage>)
         })
     }
@@ -192,6 +279,6 @@ impl Files for World {
 
 impl fmt::Debug for World {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.names.lock().unwrap().keys()).finish()
+        f.debug_set().entries(self.folder.lock().unwrap().names.keys()).finish()
     }
 }

@@ -87,6 +87,13 @@ pub struct Played {
     pub steps: u64,
 }
 
+/// What the power cuts of a history came to so far.
+#[derive(Clone, Copy, Default)]
+struct Probed {
+    coverage: Coverage,
+    hash: u64,
+}
+
 impl History {
     /// Plays it from beginning to end.
     ///
@@ -97,12 +104,12 @@ impl History {
         let oracle = Rc::new(RefCell::new(subject.create(&world)));
         let mut played = Played::default();
         let mut leaks = 0;
-        let coverage = Cell::new(Coverage::default());
+        let probed = Cell::new(Probed::default());
         let mut chance = Chance::new(self.seed);
         let last = Round { script: Script::default(), steps: u64::MAX };
         for round in self.rounds.iter().chain([&last]) {
             let executor = Executor::new(chance.draw());
-            let end = self.play_round(subject, &world, &oracle, &executor, round, &coverage);
+            let end = self.play_round(subject, &world, &oracle, &executor, round, &probed);
             played.hash = mix(played.hash ^ executor.history());
             played.steps += executor.steps();
             played.cuts += usize::from(end.is_none());
@@ -119,7 +126,9 @@ impl History {
                 Ok(now) => leaks = now,
             }
         }
-        played.coverage = coverage.get();
+        let Probed { coverage, hash } = probed.get();
+        played.coverage = coverage;
+        played.hash = mix(played.hash ^ hash);
         played
     }
 
@@ -131,23 +140,25 @@ impl History {
         oracle: &Rc<RefCell<Oracle>>,
         executor: &Executor,
         round: &Round,
-        coverage: &Cell<Coverage>,
+        probed: &Cell<Probed>,
     ) -> Option<bool> {
         let queues: Vec<Queue> =
             (0..self.queues).map(|index| executor.queue(&format!("queue {index}"))).collect();
         let background = executor.background();
         let under_way: Rc<UnderWay> = Rc::default();
         let count_cut = || {
-            let mut counts = coverage.get();
-            counts.count(&under_way.each_ref().map(Cell::get), &world.under_way());
-            coverage.set(counts);
+            let mut now = probed.get();
+            now.coverage.count(&under_way.each_ref().map(Cell::get), &world.under_way());
+            probed.set(now);
         };
         let mut chance = executor.fork_chance();
         let watch = || {
             if self.probes > 0 && chance.one_in(self.probes) {
                 count_cut();
-                self.probe(subject, world, oracle, &mut chance);
-            } else if executor.steps() + 1 == round.steps {
+                let hash = self.probe(subject, world, oracle, &mut chance);
+                let now = probed.get();
+                probed.set(Probed { hash: mix(now.hash ^ hash), ..now });
+            } else if executor.steps() == round.steps {
                 count_cut();
             }
         };
@@ -175,17 +186,17 @@ impl History {
         executor.run_until(round.steps, watch, life)
     }
 
-    /// Lets the power fail for a copy of the world, opens it and judges it.
+    /// Lets the power fail for a copy of the world, opens it and judges it; the hash of how it went.
     fn probe<S: Subject>(
         &self,
         subject: &S,
         world: &World,
         oracle: &Rc<RefCell<Oracle>>,
         chance: &mut Chance,
-    ) {
+    ) -> u64 {
         let (world, oracle) = (world.power_cut(chance), oracle.borrow().clone());
         let whole = chance.one_in(16);
-        judge_world(subject, world, oracle, whole, chance.draw());
+        judge_world(subject, world, oracle, whole, chance.draw())
     }
 
     /// Plays it without printing anything.
@@ -231,7 +242,7 @@ fn silence_this_thread(silent: bool) {
 }
 
 /// Inspects, opens and judges what a power cut has left, on a disk where nothing fails: the `whole`
-/// disk, or what the guest has changed.
+/// disk, or what the guest has changed. Returns the hash of how that went.
 ///
 /// # Panics
 /// When a promise is broken.
@@ -241,7 +252,7 @@ pub(crate) fn judge_world<S: Subject>(
     mut oracle: Oracle,
     whole: bool,
     seed: u64,
-) {
+) -> u64 {
     oracle.power_cut();
     if let Err(wrong) = subject.inspect(&world) {
         panic!("the image after a power cut: {wrong}")
@@ -260,6 +271,7 @@ pub(crate) fn judge_world<S: Subject>(
             }
         }
     });
+    executor.history()
 }
 
 pub(crate) async fn open<S: Subject>(

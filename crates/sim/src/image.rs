@@ -220,6 +220,7 @@ impl Inspector<'_> {
 mod tests {
     use super::*;
     use crate::make::{Spec, make};
+    use crate::oracle::PREFILLED;
     use crate::plan::Plan;
 
     fn spec() -> Spec {
@@ -230,12 +231,13 @@ mod tests {
             refcount_order: 4,
             size: 1 << 20,
             backing: None,
+            lean: false,
             content: None,
         }
     }
 
     fn world(change: impl FnOnce(&mut [u8])) -> World {
-        let mut image = make(&spec()).bytes;
+        let mut image = make(&spec(), PREFILLED).bytes;
         image.resize(20 << 12, 0);
         change(&mut image);
         let world = World::new(Plan::default());
@@ -256,7 +258,7 @@ mod tests {
         for (cluster_bits, extended_l2) in [(9, false), (16, false), (16, true), (21, true)] {
             let spec = Spec { cluster_bits, extended_l2, size: 1 << 20, ..spec() };
             let world = World::new(Plan::default());
-            world.add("disk", &make(&spec).bytes);
+            world.add("disk", &make(&spec, PREFILLED).bytes);
             assert_eq!(inspect(&world, "disk").unwrap().leaks, 0);
         }
     }

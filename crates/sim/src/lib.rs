@@ -42,7 +42,7 @@ pub mod workload;
 
 pub use chance::Chance;
 pub use coverage::Coverage;
-pub use disk::DiskSubject;
+pub use disk::{Backing, DiskSubject};
 pub use executor::Executor;
 pub use file::SimFile;
 pub use files::World;

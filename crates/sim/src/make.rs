@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!  header | refcount table | refcount blocks | L1 | (snapshot table, its L1) | L2 tables and data,
-//!  mixed | compressed clusters, packed; the file ends where the last of them ends
+//!  mixed | compressed clusters, packed; the file ends where the last of them ends | or, if it is lean,
+//!  the refcount blocks after everything else
 //! ```
 //!
 //! Compressed clusters are stored blocks of deflate: the oracle's bytes do not compress.
@@ -19,7 +20,7 @@ use stillpoint_format::qcow2::{
 };
 
 use crate::chance::Chance;
-use crate::oracle::{PREFILLED, Value, ZEROS, bytes_of};
+use crate::oracle::{Value, ZEROS, bytes_of};
 
 /// What kind of image it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,8 +35,10 @@ pub struct Spec {
     pub refcount_order: u32,
     /// The disk's size in bytes.
     pub size: u64,
-    /// The backing file's name; it is raw.
-    pub backing: Option<String>,
+    /// The backing file's name and format.
+    pub backing: Option<(String, &'static str)>,
+    /// It has the refcount blocks that it needs, and none for what is written later.
+    pub lean: bool,
     /// What it holds from the start; `None`: nothing.
     pub content: Option<Content>,
 }
@@ -71,19 +74,21 @@ pub struct Made {
     pub frozen: Vec<Range<u64>>,
 }
 
-/// Makes an image.
-pub fn make(spec: &Spec) -> Made {
-    Maker::new(spec).make()
+/// Makes an image; what it holds are the bytes of `value`.
+pub fn make(spec: &Spec, value: Value) -> Made {
+    Maker::new(spec, value).make()
 }
 
 struct Maker<'a> {
     spec: &'a Spec,
     geometry: Geometry,
+    value: Value,
     cluster: u64,
     made: Made,
     /// By host cluster.
     refcounts: Vec<u64>,
     refcount_blocks: u64,
+    refcount_table_clusters: u64,
     /// Most clusters are compressed, and no other kind of old content is freed under a reader.
     mostly_compressed: bool,
     /// Compressed clusters: the offset of the L2 entry's word, and the bytes.
@@ -91,20 +96,23 @@ struct Maker<'a> {
 }
 
 impl<'a> Maker<'a> {
-    fn new(spec: &'a Spec) -> Maker<'a> {
+    fn new(spec: &'a Spec, value: Value) -> Maker<'a> {
         let geometry = spec.geometry();
         let l1_entries = geometry.l1_entries_for(spec.size).max(1);
         // More than all that may come: for each guest cluster a data cluster and two for its
         // compressed bytes, L2 tables, two L1 tables, a refcount table, and some.
         let guest_clusters = geometry.clusters_for(spec.size);
         let clusters = 3 * guest_clusters + guest_clusters / 8 + 2 * l1_entries + 16;
+        let refcount_blocks = clusters.div_ceil(geometry.refcounts_per_block() - 1);
         Maker {
             spec,
             geometry,
+            value,
             cluster: geometry.cluster_size(),
             made: Made { bytes: Vec::new(), filled: Vec::new(), frozen: Vec::new() },
             refcounts: Vec::new(),
-            refcount_blocks: clusters.div_ceil(geometry.refcounts_per_block() - 1),
+            refcount_blocks,
+            refcount_table_clusters: geometry.clusters_for(refcount_blocks * 8),
             mostly_compressed: false,
             compressed: Vec::new(),
         }
@@ -136,8 +144,8 @@ impl<'a> Maker<'a> {
         let (geometry, cluster) = (self.geometry, self.cluster);
         let l1_entries = geometry.l1_entries_for(self.spec.size).max(1);
         self.allocate(cluster);
-        let table = self.allocate(self.refcount_blocks * 8);
-        let blocks = self.allocate(self.refcount_blocks * cluster);
+        let table = self.allocate(self.refcount_table_clusters * cluster);
+        let blocks = (!self.spec.lean).then(|| self.allocate(self.refcount_blocks * cluster));
         let l1 = self.allocate(l1_entries * 8);
         if let Some(content) = self.spec.content.clone() {
             self.fill(&mut Chance::new(content.seed), l1, l1_entries);
@@ -147,6 +155,7 @@ impl<'a> Maker<'a> {
             snapshot_table = self.take_snapshot(l1, l1_entries);
         }
         self.pack_compressed();
+        let blocks = blocks.unwrap_or_else(|| self.place_blocks());
         for index in 0..self.refcount_blocks {
             let block = HostOffset(blocks + index * cluster);
             self.put_word(table + index * 8, refcount::encode_table_entry(Some(block)));
@@ -163,19 +172,37 @@ impl<'a> Maker<'a> {
         self.made
     }
 
+    /// Places just as many refcount blocks as it takes to count everything, themselves included.
+    fn place_blocks(&mut self) -> u64 {
+        let per_block = self.geometry.refcounts_per_block();
+        let file_clusters = self.geometry.clusters_for(self.made.bytes.len() as u64);
+        // What is counted beyond the end of the file lies where they would begin.
+        let start = file_clusters.max(self.refcounts.len() as u64);
+        let mut count = 1;
+        while (start + count).div_ceil(per_block) > count {
+            count += 1;
+        }
+        self.made.bytes.resize(((start + count) * self.cluster) as usize, 0);
+        self.refcounts.resize(start as usize, 0);
+        self.refcounts.resize((start + count) as usize, 1);
+        self.refcount_blocks = count;
+        start * self.cluster
+    }
+
     fn header(&self, table: u64, l1: u64, l1_entries: u64, snapshot_table: u64) -> Vec<u8> {
         let spec = self.spec;
-        let format = spec.backing.iter().map(|_| Extension::BackingFormat("raw".to_owned()));
+        let backing = spec.backing.as_ref();
+        let format = backing.map(|(_, format)| Extension::BackingFormat((*format).to_owned()));
         let header = Header {
             version: spec.version,
-            backing_name: spec.backing.clone(),
+            backing_name: backing.map(|(name, _)| name.clone()),
             cluster_bits: spec.cluster_bits,
             size: spec.size,
             crypt_method: CryptMethod::None,
             l1_entry_count: l1_entries as u32,
             l1_table_offset: HostOffset(l1),
             refcount_table_offset: HostOffset(table),
-            refcount_table_clusters: self.geometry.clusters_for(self.refcount_blocks * 8) as u32,
+            refcount_table_clusters: self.refcount_table_clusters as u32,
             snapshot_count: u32::from(snapshot_table > 0),
             snapshot_table_offset: HostOffset(snapshot_table),
             incompatible: if spec.extended_l2 { INCOMPATIBLE_EXTENDED_L2 } else { 0 },
@@ -184,7 +211,7 @@ impl<'a> Maker<'a> {
             refcount_order: spec.refcount_order,
             compression_type: CompressionType::Zlib,
             unknown_fields: Vec::new(),
-            extensions: format.collect(),
+            extensions: format.into_iter().collect(),
         };
         header.encode().expect("the header fits")
     }
@@ -268,30 +295,33 @@ impl<'a> Maker<'a> {
     }
 
     fn hold(&mut self, range: Range<u64>, value: Value) {
-        self.made.filled.push((range.start..range.end.min(self.spec.size), value));
+        if range.start < self.spec.size {
+            self.made.filled.push((range.start..range.end.min(self.spec.size), value));
+        }
     }
 
     fn write(&mut self, host: u64, guest: Range<u64>) {
         let mut bytes = vec![0; (guest.end - guest.start) as usize];
-        bytes_of(PREFILLED, guest.start, &mut bytes);
+        bytes_of(self.value, guest.start, &mut bytes);
         self.put(host, &bytes);
-        if guest.start < self.spec.size {
-            self.hold(guest, PREFILLED);
-        }
+        self.hold(guest, self.value);
     }
 
     fn compress(&mut self, guest: u64, entry: u64) {
         let mut bytes = vec![0; self.cluster as usize];
-        bytes_of(PREFILLED, guest, &mut bytes);
+        bytes_of(self.value, guest, &mut bytes);
         self.compressed.push((entry, stored_deflate(&bytes)));
-        self.hold(guest..guest + self.cluster, PREFILLED);
+        self.hold(guest..guest + self.cluster, self.value);
     }
 
     /// Puts compressed bytes one behind the other at the end; each counts in every cluster it touches.
+    /// The last descriptor says more sectors than its bytes have, beyond the end of the file.
     fn pack_compressed(&mut self) {
         let times = 1 + u64::from(self.has_snapshot());
         let mut end = self.made.bytes.len() as u64;
-        for (entry, bytes) in std::mem::take(&mut self.compressed) {
+        let compressed = std::mem::take(&mut self.compressed);
+        let last = compressed.len().saturating_sub(1);
+        for (index, (entry, bytes)) in compressed.into_iter().enumerate() {
             let length = bytes.len() as u64;
             let mut place = CompressedCluster::for_bytes(HostOffset(end), length, self.geometry);
             let shares = !end.is_multiple_of(self.cluster);
@@ -299,10 +329,16 @@ impl<'a> Maker<'a> {
                 end = end.next_multiple_of(self.cluster);
                 place = CompressedCluster::for_bytes(HostOffset(end), length, self.geometry);
             }
-            let place = place.expect("stored bytes of a cluster fit");
+            let mut place = place.expect("stored bytes of a cluster fit");
+            if index == last && !self.spec.lean {
+                let spare = self.cluster + 512;
+                let longer =
+                    CompressedCluster::for_bytes(place.host, length + spare, self.geometry);
+                place = longer.unwrap_or(place);
+            }
             for cluster in place.host_clusters(self.geometry) {
                 if cluster as usize >= self.refcounts.len() {
-                    self.refcounts.push(0);
+                    self.refcounts.resize(cluster as usize + 1, 0);
                 }
                 self.refcounts[cluster as usize] += times;
             }
@@ -383,6 +419,7 @@ mod tests {
     use super::*;
     use crate::files::World;
     use crate::image::inspect;
+    use crate::oracle::PREFILLED;
     use crate::plan::Plan;
 
     #[test]
@@ -398,9 +435,10 @@ mod tests {
                 refcount_order: 4,
                 size: chance.between(1, 20 << cluster_bits).next_multiple_of(512),
                 backing: None,
+                lean: chance.one_in(2),
                 content: Some(Content { seed, snapshot: chance.one_in(2) }),
             };
-            let made = make(&spec);
+            let made = make(&spec, PREFILLED);
             let world = World::new(Plan::default());
             world.add("disk", &made.bytes);
             let inspection =

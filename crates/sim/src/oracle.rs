@@ -118,29 +118,23 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// A disk of `size` bytes, of which the first `backed` are a backing file's and the rest zeros.
-    pub fn new(size: u64, backed: u64) -> Oracle {
-        let first = |value| Candidate {
-            value,
+    /// A disk of `size` bytes that read as zeros.
+    pub fn new(size: u64) -> Oracle {
+        let zeros = Candidate {
+            value: ZEROS,
             started: 0,
             ended: 0,
             covers: true,
             hidden: NEVER,
             buried: false,
         };
-        let backed = backed.min(size);
-        let mut cells = BTreeMap::new();
-        if backed > 0 {
-            cells.insert(0, Cell::new(backed, first(BACKING)));
-        }
-        if backed < size {
-            cells.insert(backed, Cell::new(size, first(ZEROS)));
-        }
+        let cells = BTreeMap::from([(0, Cell::new(size, zeros))]);
         Oracle { size, cells, now: 0, last_value: ZEROS, suspended: false, reads: Vec::new() }
     }
 
-    /// A range holds `value` from the start.
+    /// A range holds `value` from the start, as far as it is on the disk.
     pub fn preset(&mut self, range: Range<u64>, value: Value) {
+        let range = range.start.min(self.size)..range.end.min(self.size);
         for cell in self.cells_in(&range) {
             cell.candidates[0].value = value;
         }
@@ -471,7 +465,7 @@ mod tests {
 
     #[test]
     fn reads_see_the_last_completed_write_and_those_in_flight() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let first = write(&mut oracle);
         let second = oracle.start_write(0..DISK);
         assert!(reads_as(&mut oracle, first) && reads_as(&mut oracle, second.value()));
@@ -485,7 +479,7 @@ mod tests {
 
     #[test]
     fn a_flush_buries_what_its_writes_replaced_and_no_more() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let first = write(&mut oracle);
         let flush = oracle.start_flush();
         let second = write(&mut oracle);
@@ -497,7 +491,8 @@ mod tests {
 
     #[test]
     fn a_durable_write_buries_at_once() {
-        let mut oracle = Oracle::new(DISK, DISK);
+        let mut oracle = Oracle::new(DISK);
+        oracle.preset(0..DISK, BACKING);
         let request = oracle.start_write(0..DISK);
         let value = request.value();
         oracle.written(request, true);
@@ -506,7 +501,7 @@ mod tests {
 
     #[test]
     fn failed_requests_and_discards_add_and_never_remove() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let first = write(&mut oracle);
         let flush = oracle.start_flush();
         oracle.flushed(flush);
@@ -526,7 +521,7 @@ mod tests {
 
     #[test]
     fn a_sector_is_one_value_and_sectors_may_differ() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let first = write(&mut oracle);
         let second = oracle.start_write(0..DISK).value();
         let mut mixed = bytes(first);
@@ -541,7 +536,7 @@ mod tests {
 
     #[test]
     fn odd_borders_are_judged_byte_by_byte() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let request = oracle.start_write(3..17);
         let mut disk = bytes(ZEROS);
         bytes_of(request.value(), 3, &mut disk[3..17]);
@@ -555,7 +550,7 @@ mod tests {
 
     #[test]
     fn bytes_of_another_place_are_named() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let value = write(&mut oracle);
         let mut disk = bytes(value);
         disk.copy_within(0..512, 1024);
@@ -566,7 +561,7 @@ mod tests {
 
     #[test]
     fn what_recovery_found_is_durable() {
-        let mut oracle = Oracle::new(DISK, 0);
+        let mut oracle = Oracle::new(DISK);
         let first = write(&mut oracle);
         let _ = oracle.start_write(0..DISK);
         oracle.power_cut();

@@ -66,7 +66,8 @@ pub struct Plan {
     pub write_errors_permille: u32,
     /// Flushes that fail with EIO; see [`crate::device`] on what is left then.
     pub flush_errors_permille: u32,
-    /// Growths, punches and zeroings that fail with EIO.
+    /// Growths, punches and zeroings that fail with EIO, or with EOPNOTSUPP although they were said
+    /// to work.
     pub manage_errors_permille: u32,
     /// Growths by `fallocate` and writes into holes that fail with ENOSPC.
     pub no_space_permille: u32,
@@ -125,12 +126,12 @@ impl Plan {
 
     /// The same disk, on which a few operations fail.
     pub fn with_random_faults(mut self, chance: &mut Chance) -> Plan {
-        let mut rate = |often: u64, permille: u32| if chance.one_in(often) { permille } else { 0 };
-        self.read_errors_permille = rate(3, 5);
-        self.write_errors_permille = rate(3, 5);
-        self.flush_errors_permille = rate(3, 30);
-        self.manage_errors_permille = rate(3, 50);
-        self.no_space_permille = rate(3, 20);
+        let mut rate = |permille: &[u32]| if chance.one_in(3) { chance.pick(permille) } else { 0 };
+        self.read_errors_permille = rate(&[5]);
+        self.write_errors_permille = rate(&[5]);
+        self.flush_errors_permille = rate(&[30]);
+        self.manage_errors_permille = rate(&[50]);
+        self.no_space_permille = rate(&[20, 200]);
         self
     }
 

@@ -16,13 +16,14 @@ fn spec(cluster_bits: u32, clusters: u64) -> Spec {
         refcount_order: 4,
         size: clusters << cluster_bits,
         backing: None,
+        lean: false,
         content: None,
     }
 }
 
 fn qcow2(spec: Spec) -> DiskSubject {
     let options = Options { format: Some(ImageFormat::Qcow2), ..Options::default() };
-    DiskSubject { size: spec.size, qcow2: Some(spec), backed: None, options }
+    DiskSubject { size: spec.size, qcow2: Some(spec), backing: None, shared: false, options }
 }
 
 /// Plays rounds, each with its tasks and the step from which on it is cut, with so many seeds.
@@ -110,7 +111,7 @@ fn regression_counted_clusters_beyond_the_end_are_not_free() {
 fn regression_a_flush_beside_a_failed_one_fails() {
     let size = 64 << 10;
     let options = Options { format: Some(ImageFormat::Raw), ..Options::default() };
-    let subject = DiskSubject { qcow2: None, size, backed: None, options };
+    let subject = DiskSubject { qcow2: None, size, backing: None, shared: false, options };
     let plan = Plan { flush_errors_permille: 300, ..Plan::default() };
     let task = |start: u64| vec![Write(start..start + 4096, false), Flush, Flush];
     let tasks: Vec<Vec<Step>> = (0..4).map(|task_index| task(task_index * 8192)).collect();

@@ -257,3 +257,56 @@ fn unaligned_requests_are_refused_where_they_must_be_aligned() {
         file.read(&queue, 512, Segments::alloc(512)).await.unwrap();
     });
 }
+
+#[test]
+fn overwriting_what_a_clone_shares_takes_space() {
+    let world = world(Plan { capacity_blocks: 3, ..Plan::default() }, &[1; 8192]);
+    world.share("file");
+    with_file(0, &world, |queue, file| async move {
+        let write = |offset| file.write(&queue, offset, filled(2, 4096), Durability::Volatile);
+        write(0).await.unwrap();
+        write(0).await.expect("the block is its own now");
+        assert_eq!(write(4096).await.unwrap_err().kind(), Kind::NoSpace);
+    });
+    assert_eq!(world.used_blocks(), 3);
+}
+
+#[test]
+fn a_new_name_may_be_lost_until_create_returns() {
+    let (mut lost, mut kept) = (0, 0);
+    for seed in 0..200 {
+        let world = World::new(Plan::default());
+        let executor = Executor::new(seed);
+        let (queue, files) = (executor.queue("test"), world.files());
+        let created = executor.run_until(2 + seed % 5, || {}, async move {
+            files.create(&queue, "fresh").await.unwrap();
+        });
+        let there = world.power_cut(&mut Chance::new(seed)).exists("fresh");
+        assert!(there || created.is_none(), "seed {seed}: lost after its creation");
+        *if there { &mut kept } else { &mut lost } += 1;
+    }
+    assert!(lost > 10 && kept > 10, "{lost} {kept}");
+}
+
+#[test]
+fn names_change_in_order_and_durably_when_the_folder_is_synced() {
+    let found = |world: &World| {
+        let mut found: Vec<String> = (0..100)
+            .map(|seed| {
+                let after = world.power_cut(&mut Chance::new(seed));
+                ["a", "b", "c"].into_iter().filter(|name| after.exists(name)).collect()
+            })
+            .collect();
+        found.sort();
+        found.dedup();
+        found
+    };
+    let world = World::new(Plan::default());
+    world.add("a", &[1]);
+    world.rename("a", "b");
+    world.rename("b", "c");
+    assert_eq!(world.bytes("c"), [1]);
+    assert_eq!(found(&world), ["a", "b", "c"]);
+    world.sync_folder();
+    assert_eq!(found(&world), ["c"]);
+}

@@ -158,7 +158,7 @@ impl Subject for Maker {
     fn create(&self, world: &World) -> Oracle {
         world.add("toy/data", &[]);
         world.add("toy/map", &[0; 8 * BLOCKS as usize]);
-        Oracle::new(SIZE, 0)
+        Oracle::new(SIZE)
     }
 
     async fn open(
