@@ -176,7 +176,15 @@ impl History {
                 workload::count(&under_way, GuestKind::Close, 1);
                 let started = oracle.borrow_mut().start_flush();
                 match subject.close(target, queue).await {
-                    Ok(()) => oracle.borrow_mut().flushed(started),
+                    Ok(()) => {
+                        oracle.borrow_mut().flushed(started);
+                        // F4: the file may be anybody's from now on.
+                        let under_way = world.under_way();
+                        assert!(
+                            under_way.iter().all(|&count| count == 0),
+                            "it is closed, but works on: {under_way:?}"
+                        );
+                    }
                     Err(error) if plan.has_faults() => drop(error),
                     Err(error) => panic!("the disk does not close: {error:?}"),
                 }

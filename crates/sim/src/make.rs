@@ -323,6 +323,10 @@ impl<'a> Maker<'a> {
         let last = compressed.len().saturating_sub(1);
         for (index, (entry, bytes)) in compressed.into_iter().enumerate() {
             let length = bytes.len() as u64;
+            let reaches_on = index == last && !self.spec.lean && self.geometry.refcount_max() > 200;
+            if reaches_on {
+                end = end.next_multiple_of(512) + self.cluster / 1024 * 512;
+            }
             let mut place = CompressedCluster::for_bytes(HostOffset(end), length, self.geometry);
             let shares = !end.is_multiple_of(self.cluster);
             if place.is_none() || (shares && self.geometry.refcount_max() < 200) {
@@ -330,11 +334,11 @@ impl<'a> Maker<'a> {
                 place = CompressedCluster::for_bytes(HostOffset(end), length, self.geometry);
             }
             let mut place = place.expect("stored bytes of a cluster fit");
-            if index == last && !self.spec.lean {
-                let spare = self.cluster + 512;
-                let longer =
-                    CompressedCluster::for_bytes(place.host, length + spare, self.geometry);
-                place = longer.unwrap_or(place);
+            if reaches_on {
+                // The most that a descriptor can say.
+                let longest = 2 * self.cluster - end % 512;
+                place = CompressedCluster::for_bytes(place.host, longest, self.geometry)
+                    .expect("just as many sectors");
             }
             for cluster in place.host_clusters(self.geometry) {
                 if cluster as usize >= self.refcounts.len() {

@@ -75,6 +75,18 @@ pub enum Step {
 }
 
 impl Step {
+    /// Whether its range is empty, which is no request.
+    fn is_empty(&self) -> bool {
+        match self {
+            Step::Read(range)
+            | Step::Status(range)
+            | Step::Write(range, _)
+            | Step::Zeroes(range, _, _)
+            | Step::Discard(range) => range.is_empty(),
+            Step::Flush | Step::Pause(_) => false,
+        }
+    }
+
     fn kind(&self) -> Option<GuestKind> {
         Some(match self {
             Step::Read(_) => GuestKind::Read,
@@ -131,6 +143,14 @@ pub struct Shape {
     pub align: u64,
 }
 
+impl Shape {
+    /// The whole clusters around a range.
+    fn clusters(&self, range: Range<u64>) -> Range<u64> {
+        let start = range.start / self.cluster * self.cluster;
+        start..range.end.next_multiple_of(self.cluster).min(self.size)
+    }
+}
+
 /// What each task does, step by step.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
@@ -144,10 +164,23 @@ impl Script {
         if chance.one_in(6) {
             return Script::sweep(chance, shape);
         }
-        let count = if chance.one_in(6) { 40 } else { chance.between(1, 4) };
+        let large = shape.size / shape.cluster > 500;
+        let count = if chance.one_in(if large { 2 } else { 6 }) { 40 } else { chance.between(1, 4) };
         let hot: Vec<u64> = (0..count).map(|_| chance.below(shape.size)).collect();
+        // What was there is given up before anything new comes: its space is used again.
+        let given_up = if chance.one_in(6) { shape.steps / 3 } else { 0 };
         let tasks = (0..shape.tasks)
-            .map(|_| (0..shape.steps).map(|_| random_step(chance, shape, &hot)).collect())
+            .map(|_| {
+                let give_up = (0..given_up).map(|_| match chance.below(4) {
+                    0 => Step::Flush,
+                    1 => Step::Discard(0..shape.size),
+                    _ => Step::Discard(shape.clusters(random_range(chance, shape, &hot))),
+                });
+                let mut steps: Vec<Step> = give_up.collect();
+                steps.extend((0..shape.steps).map(|_| random_step(chance, shape, &hot)));
+                steps.retain(|step| !step.is_empty());
+                steps
+            })
             .collect();
         Script { tasks }
     }
@@ -218,7 +251,6 @@ fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Step {
     let range = random_range(chance, shape, hot);
     let durable = chance.one_in(6);
     match chance.below(100) {
-        _ if range.is_empty() => Step::Flush,
         0..26 => Step::Read(range),
         26..30 => Step::Status(range),
         30..68 => Step::Write(range, durable),

@@ -116,7 +116,7 @@ impl Allocator {
         // A run lies within the one slice that it pins.
         if let Some(run) = &mut state.run
             && run.first == reserved.first + reserved.count
-            && (run.refcounts.key() == reserved.refcounts.key() || broken(Mutant::RunSlice))
+            && run.refcounts.key() == reserved.refcounts.key()
             && run.zero == zero
         {
             run.first = reserved.first;
@@ -264,8 +264,10 @@ impl Qcow2 {
             let per_slice = writer.refcounts.per_slice();
             let found = {
                 let mut state = lock(&allocator.state);
-                let within_slice =
-                    |first: u64, count: u64| count.min((first / per_slice + 1) * per_slice - first);
+                let within_slice = |first: u64, count: u64| match broken(Mutant::RunSlice) {
+                    true => count,
+                    false => count.min((first / per_slice + 1) * per_slice - first),
+                };
                 if let Some((first, (count, zero))) = state.free.pop_first() {
                     let here = within_slice(first, count);
                     if here < count {
