@@ -166,19 +166,27 @@ impl Qcow2 {
         let new = first..first + cluster_count;
         let old_first = self.l1.host_offset() >> geometry.cluster_bits;
         let old = old_first..old_first + geometry.clusters_for(have * 8);
-        let releases = &self.writer().releases;
-        if broken(Mutant::ResizeRelease) {
-            releases.push(Freed::clusters(old.start, old.end - old.start));
+        let early = broken(Mutant::ResizeRelease);
+        if early {
+            self.writer().releases.push(Freed::clusters(old.start, old.end - old.start));
         }
         let moved = self.move_l1(queue, &new, entry_count).await;
-        let unused = if moved.is_ok() { old } else { new };
-        // F2: what the header or a table has as well is not given away.
-        let others = self.structures_in(&unused);
-        for cluster in unused.filter(|cluster| !others.contains(cluster)) {
-            releases.push(Freed::clusters(cluster, 1));
+        self.free_unused(match &moved {
+            Ok(()) if early => 0..0,
+            Ok(()) => old,
+            Err(_) => new,
+        });
+        moved
+    }
+
+    /// Frees clusters of an L1 table that is none any more. F2: what is another structure's as well is
+    /// not given away.
+    fn free_unused(&self, clusters: Range<u64>) {
+        let others = self.structures_in(&clusters);
+        for cluster in clusters.filter(|cluster| !others.contains(cluster)) {
+            self.writer().releases.push(Freed::clusters(cluster, 1));
         }
         self.release_eventually();
-        moved
     }
 
     /// Moves the L1 table to new clusters, which are counted in the cache.

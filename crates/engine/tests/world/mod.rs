@@ -87,7 +87,7 @@ impl Log {
                 pending.drain(..).for_each(|done| apply(&mut durable, done, &mut || true));
             } else {
                 pending.push(done);
-                for way in 0..4 {
+                for way in 0..3 {
                     let mut bytes = durable.clone();
                     for done in &pending {
                         apply(&mut bytes, done, &mut || way == 0 || chance());
