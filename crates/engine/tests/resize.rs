@@ -3,6 +3,9 @@
 //!
 //! Deliberately absent: a power cut while requests go on; that is the simulator's.
 
+// Under `shuttle` nothing runs outside its own tests.
+#![cfg(not(feature = "shuttle"))]
+
 mod world;
 
 use std::cell::{Cell, RefCell};
@@ -11,10 +14,10 @@ use std::rc::Rc;
 
 use stillpoint_engine::offline::create::Qcow2Options;
 use stillpoint_engine::{ImageFormat, Options, Zeroing};
-use stillpoint_format::HostOffset;
 use stillpoint_format::qcow2::entry::{COMPRESSED, COPIED, OFFSET_MASK};
 use stillpoint_format::qcow2::snapshot::Snapshot;
 use stillpoint_format::qcow2::{Header, refcount};
+use stillpoint_format::{GuestOffset, HostOffset};
 use stillpoint_io::memory::{Held, Operation};
 use stillpoint_io::{Access, Durability, Kind, Manage, MemoryFile, Segments};
 use world::World;
@@ -347,6 +350,31 @@ fn a_lack_of_space_leaves_the_disk_as_it_was() {
                 world.close(&disk);
                 assert_eq!(world.check().leaks, 0, "{kind:?}");
                 assert!(world.content(&world.open()) == content, "{kind:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_mapped_beyond_the_end_of_a_shorter_disk() {
+    for kind in kinds() {
+        let (world, _) = filled(kind, 200 * KIB);
+        let disk = world.open();
+        let zeroing = Zeroing { unmap: false, fast_only: false };
+        let (queue, volatile) = (world.queue(), Durability::Volatile);
+        world.run(disk.write_zeroes(&queue, 50 * KIB, 90 * KIB, zeroing, volatile)).unwrap();
+        world.resize(&disk, 20 * KIB + 512).unwrap();
+        world.close(&disk);
+        let bytes = world.file("disk").file.bytes();
+        let header = Header::decode(&bytes[..1 << bytes[23]], None).unwrap();
+        let geometry = header.geometry();
+        for cluster in geometry.clusters_for(header.size)..geometry.clusters_for(200 * KIB) {
+            let split = geometry.split(GuestOffset(cluster << geometry.cluster_bits));
+            let l1_entry = word(&bytes, header.l1_table_offset.0 + split.l1_index * 8);
+            if l1_entry & OFFSET_MASK != 0 {
+                let at = (l1_entry & OFFSET_MASK) + split.l2_index * geometry.l2_entry_size();
+                let length = geometry.l2_entry_size() as usize;
+                assert_eq!(bytes[at as usize..][..length], [0; 16][..length], "{kind:?}");
             }
         }
     }
