@@ -29,7 +29,7 @@ const EIO: i32 = 5;
 
 /// A kind of image.
 #[derive(Clone, Copy, Debug)]
-struct Kinds {
+struct Image {
     version: u32,
     cluster: u64,
     extended_l2: bool,
@@ -38,16 +38,28 @@ struct Kinds {
     snapshot: bool,
 }
 
-const PLAIN: Kinds =
-    Kinds { version: 3, cluster: 512, extended_l2: false, backing: None, snapshot: false };
+impl Image {
+    /// A world with an image of these bytes, and its backing file.
+    fn world(self, bytes: &[u8]) -> World {
+        let world = World::new();
+        if let Some(length) = self.backing {
+            world.insert(MemoryFile::with_bytes("base", &vec![BASE; length as usize]));
+        }
+        world.insert(MemoryFile::with_bytes("disk", bytes));
+        world
+    }
+}
+
+const PLAIN: Image =
+    Image { version: 3, cluster: 512, extended_l2: false, backing: None, snapshot: false };
 
 /// Images of every kind. An L1 entry of the smallest maps 32 KiB, one of those with subclusters 16 MiB.
-fn kinds() -> impl Iterator<Item = Kinds> {
+fn kinds() -> impl Iterator<Item = Image> {
     let versions = [(3, 512, false), (2, 512, false), (3, 4096, false), (3, 16384, true)];
     versions.into_iter().flat_map(|(version, cluster, extended_l2)| {
         let backings = [None, Some(40 * KIB + 512), Some(300 * KIB)];
         backings.into_iter().flat_map(move |backing| {
-            [false, true].into_iter().map(move |snapshot| Kinds {
+            [false, true].into_iter().map(move |snapshot| Image {
                 version,
                 cluster,
                 extended_l2,
@@ -59,11 +71,8 @@ fn kinds() -> impl Iterator<Item = Kinds> {
 }
 
 /// A world with an image of `size` bytes that holds something here and there, and what it holds.
-fn filled(kind: Kinds, size: u64) -> (World, Vec<u8>) {
-    let world = World::new();
-    if let Some(length) = kind.backing {
-        world.insert(MemoryFile::with_bytes("base", &vec![BASE; length as usize]));
-    }
+fn filled(kind: Image, size: u64) -> (World, Vec<u8>) {
+    let world = kind.world(&[]);
     world.create(&Qcow2Options {
         size,
         version: kind.version,
@@ -293,11 +302,7 @@ fn a_power_cut_leaves_the_old_disk_or_the_new_one() {
             content.resize(old as usize, 0);
             content[..1024].copy_from_slice(&value);
             for bytes in file.recorded().cuts() {
-                let after = World::new();
-                if let Some(length) = kind.backing {
-                    after.insert(MemoryFile::with_bytes("base", &vec![BASE; length as usize]));
-                }
-                after.insert(MemoryFile::with_bytes("disk", &bytes));
+                let after = kind.world(&bytes);
                 after.check();
                 let disk = after.open();
                 let size = disk.size();
@@ -467,7 +472,7 @@ fn what_cannot_be_resized_is_refused_by_name() {
     let disk = world.try_open(reading).unwrap();
     assert_eq!(world.resize(&disk, 128 * KIB).unwrap_err().kind(), Kind::ReadOnly);
 
-    let (world, _) = filled(Kinds { version: 2, ..PLAIN }, 64 * KIB);
+    let (world, _) = filled(Image { version: 2, ..PLAIN }, 64 * KIB);
     take_snapshot(&world);
     let error = world.resize(&world.open(), 128 * KIB).unwrap_err();
     assert_eq!(error.kind(), Kind::Unsupported);
@@ -476,7 +481,7 @@ fn what_cannot_be_resized_is_refused_by_name() {
 
 #[test]
 fn bitmaps_are_not_left_behind_by_their_disk() {
-    let (world, _) = filled(Kinds { cluster: 4096, ..PLAIN }, 64 * KIB);
+    let (world, _) = filled(Image { cluster: 4096, ..PLAIN }, 64 * KIB);
     let file = &world.file("disk").file;
     // The first extension becomes the bitmaps', with one bitmap in a directory at the file's end.
     let directory = file.bytes().len() as u64;
@@ -517,8 +522,7 @@ fn what_is_flushed_while_the_l1_table_moves_is_durable() {
     file.file.held().iter().for_each(Held::release);
     world.run(resize).unwrap();
     early.unwrap_or_else(|| world.run(write)).unwrap();
-    let after = World::new();
-    after.insert(MemoryFile::with_bytes("disk", &file.file.bytes()));
+    let after = PLAIN.world(&file.file.bytes());
     content.resize(NEW as usize, 0);
     assert!(after.content(&after.open()) == content);
 }
@@ -588,6 +592,10 @@ fn requests_go_on_while_the_disk_is_resized() {
             let held = file.file.held();
             if !held.is_empty() {
                 held[below(&mut chance, held.len() as u64) as usize].release();
+            }
+            if below(&mut chance, 50) == 0 {
+                // A killed server leaves what has been written.
+                kind.world(&file.file.bytes()).check();
             }
         }
         file.file.hold(None);

@@ -60,7 +60,7 @@ impl Qcow2 {
     pub(super) async fn grow_adjacent(&self, queue: &Queue, count: u64) -> Result<u64> {
         let writer = self.writer();
         // Their refcount slices are pinned all at once: they must fit into the cache.
-        if count > writer.refcounts.cache.capacity() / 4 * writer.refcounts.per_slice() {
+        if count > writer.refcounts.cache.capacity() / 8 * writer.refcounts.per_slice() {
             let why = "the cache of refcounts is too small for so many adjacent clusters";
             return Err(Error::new(Kind::Limit, "grow the image", why)
                 .file(self.file.name())
