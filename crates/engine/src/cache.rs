@@ -29,6 +29,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::growable::Growable;
 use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{
     AtomicU32, AtomicU64, AtomicUsize,
@@ -46,11 +47,13 @@ const EVICTING: u32 = 1 << 31;
 
 /// The cache; `E` is what else a slice's writers keep beside its words.
 pub(crate) struct SliceCache<E> {
-    slots: Box<[OnceLock<Box<[AtomicU32]>>]>,
-    frames: Box<[OnceLock<Frame<E>>]>,
+    slots: Growable<OnceLock<Box<[AtomicU32]>>>,
+    frames: Growable<OnceLock<Frame<E>>>,
     words_per_slice: usize,
-    /// It has a frame for every key: nothing is ever evicted.
-    holds_all: bool,
+    /// Keys are below this; more when the image has grown.
+    key_count: AtomicU64,
+    /// Its bound in bytes.
+    bytes: u64,
     /// Frames made so far, and the clock's hand.
     made: AtomicUsize,
     hand: AtomicUsize,
@@ -74,15 +77,21 @@ pub(crate) struct Edit<E> {
     pub(crate) extra: E,
 }
 
+/// How many slices a bound of `bytes` allows, as far as there are that many.
+fn frame_count(slice_bytes: u64, key_count: u64, bytes: u64) -> u64 {
+    (bytes / slice_bytes).clamp(16, 1 << 24).min(key_count.max(16))
+}
+
 impl<E: Default> SliceCache<E> {
     /// A cache of slices of `slice_bytes` with keys below `key_count`, bounded by `bytes`.
     pub(crate) fn new(slice_bytes: u64, key_count: u64, bytes: u64) -> SliceCache<E> {
-        let frame_count = (bytes / slice_bytes).clamp(16, 1 << 24).min(key_count.max(16));
+        let frame_count = frame_count(slice_bytes, key_count, bytes);
         SliceCache {
             slots: (0..key_count.div_ceil(CHUNK)).map(|_| OnceLock::new()).collect(),
             frames: (0..frame_count).map(|_| OnceLock::new()).collect(),
             words_per_slice: (slice_bytes / 8) as usize,
-            holds_all: frame_count >= key_count,
+            key_count: AtomicU64::new(key_count),
+            bytes,
             made: AtomicUsize::new(0),
             hand: AtomicUsize::new(0),
             dirty: Mutex::new(Vec::new()),
@@ -90,14 +99,23 @@ impl<E: Default> SliceCache<E> {
         }
     }
 
+    /// Allows keys up to `key_count`, with as many frames as its bound allows for them.
+    pub(crate) fn grow(&self, key_count: u64) {
+        let frames = frame_count(self.words_per_slice as u64 * 8, key_count, self.bytes);
+        self.slots.grow(key_count.div_ceil(CHUNK) as usize, OnceLock::new);
+        self.frames.grow(frames as usize, OnceLock::new);
+        self.key_count.fetch_max(key_count, SeqCst);
+    }
+
     fn slot(&self, key: u64) -> &AtomicU32 {
-        let chunk = self.slots[(key / CHUNK) as usize]
-            .get_or_init(|| (0..CHUNK).map(|_| AtomicU32::new(0)).collect());
+        let chunk = self.slots.get((key / CHUNK) as usize).expect("the key is below the count");
+        let chunk = chunk.get_or_init(|| (0..CHUNK).map(|_| AtomicU32::new(0)).collect());
         &chunk[(key % CHUNK) as usize]
     }
 
     fn frame(&self, index: u32) -> &Frame<E> {
-        self.frames[index as usize].get().expect("a slot names only frames that were made")
+        let frame = self.frames.get(index as usize).and_then(OnceLock::get);
+        frame.expect("a slot names only frames that were made")
     }
 
     fn pin_frame(&self, key: u64) -> Option<u32> {
@@ -156,28 +174,26 @@ impl<E: Default> SliceCache<E> {
 
     /// A frame that holds nothing, marked as [`EVICTING`].
     fn claim(&self) -> Option<u32> {
-        let made = self.made.load(Relaxed);
-        if made < self.frames.len() {
-            let index = self.made.fetch_add(1, SeqCst);
-            if index < self.frames.len() {
-                let frame = Frame {
-                    key: AtomicU64::new(u64::MAX),
-                    pins: AtomicU32::new(EVICTING),
-                    used: AtomicU32::new(1),
-                    version: AtomicU32::new(0),
-                    words: (0..self.words_per_slice).map(|_| AtomicU64::new(0)).collect(),
-                    edit: Mutex::new(Edit { dirty: false, extra: E::default() }),
-                };
-                let fresh = self.frames[index].set(frame).is_ok();
-                debug_assert!(fresh, "each index is handed out once");
-                return Some(index as u32);
-            }
-            self.made.store(self.frames.len(), SeqCst);
+        let count = self.frames.len();
+        let unmade = |made| (made < count).then_some(made + 1);
+        if let Ok(index) = self.made.fetch_update(SeqCst, SeqCst, unmade) {
+            let frame = Frame {
+                key: AtomicU64::new(u64::MAX),
+                pins: AtomicU32::new(EVICTING),
+                used: AtomicU32::new(1),
+                version: AtomicU32::new(0),
+                words: (0..self.words_per_slice).map(|_| AtomicU64::new(0)).collect(),
+                edit: Mutex::new(Edit { dirty: false, extra: E::default() }),
+            };
+            let place = self.frames.get(index).expect("it is below the count");
+            let fresh = place.set(frame).is_ok();
+            debug_assert!(fresh, "each index is handed out once");
+            return Some(index as u32);
         }
         // Two rounds of the clock: the first clears the marks of use.
-        for _ in 0..2 * self.frames.len() {
-            let index = self.hand.fetch_add(1, Relaxed) % self.frames.len();
-            let Some(frame) = self.frames[index].get() else { continue };
+        for _ in 0..2 * count {
+            let index = self.hand.fetch_add(1, Relaxed) % count;
+            let Some(frame) = self.frames.get(index).and_then(OnceLock::get) else { continue };
             if frame.used.swap(0, Relaxed) != 0 {
                 continue;
             }
@@ -205,7 +221,10 @@ impl<E: Default> SliceCache<E> {
 
     /// Whether so much is dirty that a commit should not wait for the guest's flush.
     pub(crate) fn is_pressed(&self) -> bool {
-        !self.holds_all && self.dirty_count.load(Relaxed) * 2 > self.frames.len()
+        let frames = self.frames.len();
+        // With a frame for every key nothing is ever evicted.
+        (frames as u64) < self.key_count.load(Relaxed)
+            && self.dirty_count.load(Relaxed) * 2 > frames
     }
 
     /// Takes a copy of every dirty slice as it is now. Each stays pinned until its copy is dropped,
@@ -234,8 +253,8 @@ impl<E: Default> SliceCache<E> {
 
 impl<E> SliceCache<E> {
     fn unpin(&self, index: u32) {
-        let frame = self.frames[index as usize].get().expect("pinned frames exist");
-        frame.pins.fetch_sub(1, SeqCst);
+        let frame = self.frames.get(index as usize).and_then(OnceLock::get);
+        frame.expect("pinned frames exist").pins.fetch_sub(1, SeqCst);
     }
 }
 

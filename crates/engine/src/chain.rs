@@ -8,6 +8,7 @@ use crate::qcow2::Qcow2;
 use crate::qcow2::mapping::Source;
 use crate::raw::Raw;
 use crate::sync::Arc;
+use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// The longest chain that is opened, the active image included (F2).
 pub const CHAIN_LENGTH_MAX: usize = 256;
@@ -23,9 +24,18 @@ pub(crate) enum Layer {
 impl Layer {
     /// The size of what it holds, in bytes.
     pub(crate) fn size(&self) -> u64 {
+        self.size_cell().load(SeqCst)
+    }
+
+    /// Shows another size from now on.
+    pub(crate) fn show_size(&self, size: u64) {
+        self.size_cell().store(size, SeqCst);
+    }
+
+    fn size_cell(&self) -> &AtomicU64 {
         match self {
-            Layer::Raw(raw) => raw.size,
-            Layer::Qcow2(image) => image.size,
+            Layer::Raw(raw) => &raw.size,
+            Layer::Qcow2(image) => &image.size,
         }
     }
 
@@ -79,10 +89,11 @@ impl Layer {
             host_offset: None,
         };
         Box::pin(async move {
-            if offset >= self.size() {
+            let size = self.size();
+            if offset >= size {
                 return Ok(nothing(length));
             }
-            let length = length.min(self.size() - offset);
+            let length = length.min(size - offset);
             match self {
                 Layer::Raw(raw) => {
                     let extent = raw.extent(queue, offset, length).await?;

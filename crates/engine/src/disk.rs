@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use async_lock::Mutex as AsyncMutex;
 use stillpoint_io::{Access, Background, Durability, Error, Files, Kind, Queue, Result, Segments};
 
 use crate::chain::Layer;
@@ -19,7 +20,7 @@ use crate::options::{DetectZeroes, DiscardPolicy, ImageFormat, Options};
 use crate::qcow2::zero::Space;
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use crate::tracker::{Mode, Tracker};
+use crate::tracker::{Entered, Mode, Tracker};
 
 /// The longest read or write, in bytes.
 const TRANSFER_MAX: u32 = 64 << 20;
@@ -76,6 +77,8 @@ pub struct Disk {
     access: Access,
     discard: DiscardPolicy,
     detect_zeroes: DetectZeroes,
+    /// The size that is durable, in bytes; held while it changes.
+    resizing: AsyncMutex<u64>,
     closed: AtomicBool,
 }
 
@@ -103,6 +106,7 @@ impl Disk {
         let image = opening.active(name).await?;
         Ok(Arc::new(Disk {
             align: image.request_align(),
+            resizing: AsyncMutex::new(image.size()),
             image,
             tracker,
             access: options.access,
@@ -151,7 +155,7 @@ impl Disk {
             return Ok(());
         }
         let blocks = self.blocks(&range);
-        let _entered = self.tracker.enter(blocks.clone(), Mode::Shared).await;
+        let _entered = self.enter(&range, blocks.clone(), Mode::Shared).await?;
         if blocks == range {
             return self.read_blocks(queue, offset, &into).await;
         }
@@ -195,11 +199,11 @@ impl Disk {
         }
         let blocks = self.blocks(&range);
         if blocks == range {
-            let _entered = self.tracker.enter(range, Mode::Shared).await;
+            let _entered = self.enter(&range, blocks, Mode::Shared).await?;
             return self.write_blocks(queue, offset, &from, durability).await;
         }
         let mode = exclusive_unless(Mutant::R1Unaligned);
-        let _alone = self.tracker.enter(blocks, mode).await;
+        let _alone = self.enter(&range, blocks, mode).await?;
         Box::pin(self.write_alone(queue, range, from, durability)).await
     }
 
@@ -261,7 +265,7 @@ impl Disk {
             // However long it takes, others on this queue have their turns.
             queue.yield_now().await;
             let mode = exclusive_unless(Mutant::R1Zeroing);
-            let _alone = self.tracker.enter(self.clusters(&part), mode).await;
+            let _alone = self.enter(&part, self.clusters(&part), mode).await?;
             let rest = match &self.image {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
@@ -304,14 +308,14 @@ impl Disk {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
                     if !middle.is_empty() && raw.file.facts().can_punch {
-                        let _alone = self.tracker.enter(middle.clone(), Mode::Exclusive).await;
+                        let _alone = self.enter(&part, middle.clone(), Mode::Exclusive).await?;
                         let zeroing = Zeroing { unmap: true, fast_only: true };
                         raw.zero(queue, middle.start, middle.end - middle.start, zeroing).await?;
                     }
                 }
                 Layer::Qcow2(image) => {
                     let mode = exclusive_unless(Mutant::R1Zeroing);
-                    let _alone = self.tracker.enter(self.clusters(&part), mode).await;
+                    let _alone = self.enter(&part, self.clusters(&part), mode).await?;
                     let _kept_as_it_is = image.clear(queue, part, Space::Released).await?;
                 }
             }
@@ -332,16 +336,65 @@ impl Disk {
 
     /// What the run of bytes at `offset` is, up to `length` bytes, or fewer than the run has.
     pub async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<Status> {
-        self.check(offset, length, "look up")?;
+        let range = self.check(offset, length, "look up")?;
         // Registered, so that no table is given back while it is looked at (R4); nothing is excluded.
-        let _entered = self.tracker.enter(offset..offset, Mode::Shared).await;
+        let _entered = self.enter(&range, offset..offset, Mode::Shared).await?;
         self.image.status(queue, offset, length, 0).await
+    }
+
+    /// Changes the disk's size (bytes, a multiple of 512) while requests go on; durable when it ends. What
+    /// growing adds reads as zeros. What shrinking cuts off is gone: requests of it that are under way
+    /// end first, and later ones are refused. A smaller size has to be meant: `shrink`.
+    ///
+    /// # Errors
+    /// `Invalid` for a size that cannot be, or a smaller one that was not meant; `Unsupported` for images
+    /// that have to keep their size, with what to do about it. After `NoSpace` the disk is as it was.
+    pub async fn resize(&self, queue: &Queue, size: u64, shrink: bool) -> Result<()> {
+        const OP: &str = "resize the disk";
+        let mut durable = self.resizing.lock().await;
+        let old = *durable;
+        self.check_change(0, 0, OP)?;
+        if !size.is_multiple_of(512) {
+            let why = format!("{size} bytes are no whole sectors");
+            return Err(Error::new(Kind::Invalid, OP, why).remedy("choose a multiple of 512"));
+        }
+        if size < old && !shrink {
+            let why = format!("{size} bytes are fewer than its {old}, and what is cut off is lost");
+            return Err(Error::new(Kind::Invalid, OP, why)
+                .remedy("shrink the file systems on it first, then say `--shrink`"));
+        }
+        match &self.image {
+            Layer::Raw(raw) => raw.refuse_size(size)?,
+            Layer::Qcow2(image) => image.refuse_size(size)?,
+        }
+        if size < old {
+            // ORDER: whoever enters from now on sees the new size; whoever entered before is waited for.
+            self.image.show_size(size);
+            if !broken(Mutant::ResizeTail) {
+                self.tracker.quiesce().await;
+            }
+        }
+        let resized = match &self.image {
+            _ if size == old => Ok(()),
+            Layer::Raw(raw) => raw.resize(queue, size).await,
+            Layer::Qcow2(image) => {
+                let write_zeros = async |range| self.write_zeros_out(queue, range).await;
+                image.resize(queue, old, size, write_zeros).await
+            }
+        };
+        if resized.is_ok() {
+            *durable = size;
+        }
+        self.image.show_size(*durable);
+        resized
     }
 
     /// Waits for the requests under way, flushes, gives back space grown ahead and leaves the image
     /// clean. Later requests are refused.
     pub async fn close(&self, queue: &Queue) -> Result<()> {
         self.closed.store(true, SeqCst);
+        // A resize under way goes through; one that comes later is refused.
+        drop(self.resizing.lock().await);
         self.tracker.quiesce().await;
         if self.is_read_only() {
             return Ok(());
@@ -386,13 +439,25 @@ impl Disk {
         if self.closed.load(SeqCst) {
             return Err(Error::new(Kind::Cancelled, op, "the disk is closed"));
         }
+        let size = self.size();
         match offset.checked_add(length) {
-            Some(end) if end <= self.size() => Ok(offset..end),
+            Some(end) if end <= size => Ok(offset..end),
             _ => {
-                let why = format!("{length} bytes there exceed the disk's {} bytes", self.size());
+                let why = format!("{length} bytes there exceed the disk's {size} bytes");
                 Err(Error::new(Kind::Invalid, op, why).at(offset))
             }
         }
+    }
+
+    /// Enters the tracker for a request of `range` that holds the stripes of `held`.
+    async fn enter(&self, range: &Range<u64>, held: Range<u64>, mode: Mode) -> Result<Entered<'_>> {
+        let entered = self.tracker.enter(held, mode).await;
+        // Asked again, once registered: whoever sees the size before a shrink here is waited for by it.
+        if range.end > self.size() {
+            let why = "the disk has become shorter";
+            return Err(Error::new(Kind::Invalid, "use a range", why).at(range.start));
+        }
+        Ok(entered)
     }
 
     fn check_change(&self, offset: u64, length: u64, op: &'static str) -> Result<Range<u64>> {
@@ -444,7 +509,7 @@ fn check_transfer(range: &Range<u64>, op: &'static str) -> Result<()> {
 }
 
 /// A range in parts that begin at multiples of [`PART`].
-fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
     let mut start = range.start;
     std::iter::from_fn(move || {
         let part = start..range.end.min((start / PART + 1) * PART);

@@ -38,6 +38,13 @@ impl Group {
         result
     }
 
+    /// Runs `work` while no flush is under way. It is none itself: nobody is served by it.
+    pub(crate) async fn between<T>(&self, work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
+        let between = self.running.lock().await;
+        let _between = (!broken(Mutant::ResizeBetween)).then_some(between);
+        work().await
+    }
+
     /// If none is under way: how many there were. The same number later means that none was since.
     pub(crate) fn idle_since(&self) -> Option<u64> {
         let ended = self.ended.load(SeqCst);

@@ -57,6 +57,42 @@ fn pinned_slice_is_the_one_asked_for_whatever_is_evicted_meanwhile() {
 }
 
 #[test]
+fn cache_that_grows_hands_out_each_frame_once() {
+    check_random(
+        || {
+            // 17 frames, and 20 after growing: loading makes the last ones, then evicts.
+            let cache = Arc::new(SliceCache::<()>::new(16, 17, 1 << 10));
+            for key in 0..15 {
+                drop(cache.insert(key, |_| key));
+            }
+            let growing = {
+                let cache = cache.clone();
+                thread::spawn(move || cache.grow(20))
+            };
+            let threads: Vec<_> = [[15, 0, 1, 2], [16, 3, 4, 5]]
+                .into_iter()
+                .map(|keys| {
+                    let cache = cache.clone();
+                    thread::spawn(move || {
+                        for key in keys {
+                            let pin = cache.pin(key);
+                            let pin = pin.or_else(|| cache.insert(key, |_| key)).expect("few pins");
+                            assert_eq!((pin.word(0), pin.word(1)), (key, key));
+                        }
+                    })
+                })
+                .collect();
+            growing.join().unwrap();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+            for key in 17..20 {
+                assert_eq!(cache.insert(key, |_| key).expect("few pins").word(1), key);
+            }
+        },
+        SCHEDULES,
+    );
+}
+
+#[test]
 fn both_words_of_an_entry_are_of_one_version() {
     check_random(
         || {

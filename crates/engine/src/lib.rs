@@ -12,6 +12,7 @@
 //! | `chain` | the layers behind the active image |
 //! | `raw`, `qcow2/` | the two kinds of image |
 //! | `cache` | table slices in memory |
+//! | `growable` | an array that is made longer while others read it |
 //! | `group` | flushes that share their work |
 //! | `latch` | the refusal of writing after a failure |
 //! | [`mutant`] | rules that the simulator breaks; in the shipped program nothing can be broken |
@@ -21,6 +22,7 @@ mod cache;
 mod chain;
 pub mod disk;
 mod group;
+mod growable;
 #[cfg(all(test, feature = "shuttle"))]
 mod interleavings;
 mod latch;

@@ -41,6 +41,15 @@ pub enum Mutant {
     Beyond,
     L1Again,
     LoadLock,
+    ResizeBacking,
+    ResizeBetween,
+    ResizeCounted,
+    ResizeCut,
+    ResizeHeader,
+    ResizeOrder,
+    ResizeRelease,
+    ResizeTail,
+    ResizeZeros,
 }
 
 impl Mutant {
@@ -80,6 +89,23 @@ impl Mutant {
         (Mutant::L1Again, "l1-again", "L1 entries are not written again after a lack of space"),
         (Mutant::LoadLock, "load-lock", "a slice is loaded from where its table was before"),
         (Mutant::Blocks, "blocks", "refcount blocks are linked before they are durable"),
+        (Mutant::ResizeBacking, "resize-backing", "growing shows a longer backing file"),
+        (Mutant::ResizeBetween, "resize-between", "the L1 table moves during commits"),
+        (Mutant::ResizeCounted, "resize-counted", "a moved L1 table is named before it is counted"),
+        (Mutant::ResizeCut, "resize-cut", "what is cut off goes before the size is durable"),
+        (Mutant::ResizeHeader, "resize-header", "a moved L1 table is named before it is durable"),
+        (
+            Mutant::ResizeOrder,
+            "resize-order",
+            "a new size is durable before the zeros that it shows",
+        ),
+        (
+            Mutant::ResizeRelease,
+            "resize-release",
+            "a moved L1 table's old clusters are freed early",
+        ),
+        (Mutant::ResizeTail, "resize-tail", "a disk is cut under requests of its tail"),
+        (Mutant::ResizeZeros, "resize-zeros", "growing shows the bytes behind the old end"),
     ];
 }
 

@@ -187,7 +187,7 @@ impl Opening<'_> {
         let cache_bytes = self.options.l2_cache_size;
         let image = Arc::new_cyclic(|me| Qcow2 {
             codec,
-            size: header.size,
+            size: AtomicU64::new(header.size),
             header,
             file,
             backing,

@@ -1,6 +1,8 @@
 //! A raw image in use: the guest's bytes as they are.
 
-use stillpoint_io::{Durability, Extent, Kind, Manage, Queue, Result, Segments, Storage, Value};
+use stillpoint_io::{
+    Durability, Error, Extent, GrowMeans, Kind, Manage, Queue, Result, Segments, Storage, Value,
+};
 
 use crate::disk::Zeroing;
 use crate::group::Group;
@@ -12,8 +14,8 @@ use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 #[derive(Debug)]
 pub(crate) struct Raw {
     pub(crate) file: Arc<dyn Storage>,
-    /// The size that the guest sees, in bytes: the file's when it was opened.
-    pub(crate) size: u64,
+    /// The size that the guest sees, in bytes: the file's.
+    pub(crate) size: AtomicU64,
     pub(crate) latch: Latch,
     flushes: Group,
     /// Changes completed, and those that the last barrier covers (J31).
@@ -26,7 +28,7 @@ impl Raw {
         let size = file.end();
         Raw {
             file,
-            size,
+            size: AtomicU64::new(size),
             latch: Latch::default(),
             flushes: Group::default(),
             changes: AtomicU64::new(0),
@@ -92,6 +94,39 @@ impl Raw {
                 Ok(())
             })
             .await
+    }
+
+    /// Refuses a size that the file cannot have.
+    pub(crate) fn refuse_size(&self, size: u64) -> Result<()> {
+        let facts = self.file.facts();
+        let refuse = |kind, why: String, remedy: &str| {
+            Err(Error::new(kind, "resize the disk", why).file(self.file.name()).remedy(remedy))
+        };
+        if facts.fixed_size {
+            let why = "a block device has the size that it has".to_owned();
+            return refuse(Kind::Unsupported, why, "resize the device itself, then open it again");
+        }
+        let align = u64::from(facts.request_align);
+        if !size.is_multiple_of(align) {
+            let why = format!("{size} is no multiple of {align}, the unit of direct I/O here");
+            return refuse(Kind::Invalid, why, "choose a multiple, or use `--cache writeback`");
+        }
+        Ok(())
+    }
+
+    /// Gives the file another length, durably. Nobody uses what is cut off.
+    pub(crate) async fn resize(&self, queue: &Queue, size: u64) -> Result<()> {
+        let change = if size > self.file.end() {
+            // R3: whoever is told of the new size finds it in force.
+            Manage::Grow { end: size, means: GrowMeans::Truncate }
+        } else {
+            Manage::Shrink { end: size }
+        };
+        self.file.manage(queue, change).await?;
+        self.changes.fetch_add(1, SeqCst);
+        // ORDER: the length before the answer. And a cut before a later growth: without a barrier in
+        // between a power cut could bring back what was cut off (J21).
+        self.flush(queue).await
     }
 
     pub(crate) async fn extent(&self, queue: &Queue, offset: u64, length: u64) -> Result<Extent> {

@@ -3,6 +3,9 @@
 //!
 //! Deliberately absent: what a person is told then (`crates/cli/tests/hostile.rs`).
 
+// Under `shuttle` nothing runs outside its own tests.
+#![cfg(not(feature = "shuttle"))]
+
 use std::any::Any;
 use std::pin::pin;
 use std::rc::Rc;

@@ -358,7 +358,7 @@ impl Qcow2 {
     pub(super) fn fixed_structures(&self) -> BTreeSet<u64> {
         let geometry = self.geometry();
         let cluster_of = |offset: u64| offset >> geometry.cluster_bits;
-        let l1_first = cluster_of(self.l1.host_offset);
+        let l1_first = cluster_of(self.l1.host_offset());
         let l1 = l1_first..l1_first + geometry.clusters_for(self.l1.len() * 8);
         self.writer().refcounts.with_table(|table| {
             let first = cluster_of(table.host_offset);

@@ -46,7 +46,7 @@ const HEADER_REFCOUNT_TABLE: u64 = 48;
 #[derive(Default)]
 pub(crate) struct Committer {
     pub(crate) latch: Latch,
-    commits: Group,
+    pub(super) commits: Group,
     /// The count of writes that the last successful barrier covers (J31).
     covered: AtomicU64,
 }
@@ -279,7 +279,7 @@ impl Work<'_> {
             next = first + block_words;
             let mut bytes = bytes_of(&image.l1.words_to_write(first, block_words));
             bytes.resize((block_words * 8) as usize, 0);
-            runs.push((image.l1.host_offset + first * 8, bytes));
+            runs.push((image.l1.host_offset() + first * 8, bytes));
         }
         self.write_runs(queue, runs).await
     }

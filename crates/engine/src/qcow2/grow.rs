@@ -5,6 +5,9 @@
 //! for it: a block that is missing takes the first grown cluster of its own range, so that it counts
 //! itself. When the refcount table is full, a longer one takes the first grown clusters.
 //!
+//! Whoever needs adjacent clusters for a table of its own (`resize.rs`) takes them from a step in the same
+//! way.
+//!
 //! Blocks and table exist in memory from then on, with their refcounts dirty in the cache; the next
 //! commit writes them, block before table entry, table before header. A new block is zero in the file,
 //! like everything grown, and comes into the cache without being read.
@@ -43,24 +46,46 @@ impl Qcow2 {
 
     /// Grows the file by a step unless `enough` clusters are ready.
     pub(super) async fn grow(&self, queue: &Queue, enough: u64) -> Done {
-        let writer = self.writer();
-        let allocator = &writer.allocator;
+        let allocator = &self.writer().allocator;
         let growing = allocator.growing.lock().await;
         if allocator.fresh_count() >= enough {
             return Ok(());
         }
-        if *growing == Growing::Closed {
+        self.grow_one_step(queue, *growing, 0).await?;
+        Ok(())
+    }
+
+    /// Grows the file by a step, and takes `count` adjacent clusters of it, whose refcounts the next
+    /// commit writes. Returns the first.
+    pub(super) async fn grow_adjacent(&self, queue: &Queue, count: u64) -> Result<u64> {
+        let writer = self.writer();
+        // Their refcount slices are pinned all at once: they must fit into the cache.
+        if count > writer.refcounts.cache.capacity() / 8 * writer.refcounts.per_slice() {
+            let why = "the cache of refcounts is too small for so many adjacent clusters";
+            return Err(Error::new(Kind::Limit, "grow the image", why)
+                .file(self.file.name())
+                .remedy("open it with a larger one"));
+        }
+        let growing = writer.allocator.growing.lock().await;
+        self.grow_one_step(queue, *growing, count).await
+    }
+
+    async fn grow_one_step(&self, queue: &Queue, growing: Growing, adjacent: u64) -> Result<u64> {
+        let writer = self.writer();
+        let allocator = &writer.allocator;
+        if growing == Growing::Closed {
             return Err(Error::new(Kind::Cancelled, "grow the image", "it is being closed"));
         }
         writer.committer.latch.check()?;
         let old_end = allocator.end();
-        let growth = self.grow_file(queue, old_end).await?;
+        let growth = self.grow_file(queue, old_end, adjacent).await?;
         let end = growth.end;
 
         let geometry = self.geometry();
         let (bits, per_block) = (geometry.cluster_bits, geometry.refcounts_per_block());
         let table = growth.start..growth.start + growth.table_clusters;
-        let mut used = vec![table.clone()];
+        let tables = table.start..table.end + adjacent;
+        let mut used = vec![tables];
         let mut blocks = Vec::new();
         for index in old_end / per_block..=(end - 1) / per_block {
             if !writer.refcounts.has_block(index * per_block) {
@@ -93,11 +118,11 @@ impl Qcow2 {
         let mut taken = growth.counted;
         taken.extend(used);
         allocator.grown(between(old_end..end, &taken).into_iter(), end);
-        Ok(())
+        Ok(table.end)
     }
 
     /// Makes the file longer.
-    async fn grow_file(&self, queue: &Queue, old_end: u64) -> Result<Growth> {
+    async fn grow_file(&self, queue: &Queue, old_end: u64, adjacent: u64) -> Result<Growth> {
         let bits = self.geometry().cluster_bits;
         let means = self.policy.grow.0;
         let mut step = self.growth_step();
@@ -110,7 +135,7 @@ impl Qcow2 {
             .file(self.file.name()));
         }
         loop {
-            let growth = self.plan_growth(queue, old_end, step).await?;
+            let growth = self.plan_growth(queue, old_end, step, adjacent).await?;
             let end = growth.end << bits;
             if end >= 1 << 56 {
                 let why = "the file would exceed the largest host offset of the format";
@@ -132,7 +157,13 @@ impl Qcow2 {
     /// Chooses the end to grow to. Clusters beyond the present end may be counted already: a crash
     /// lost the file's length and kept the refcounts (leaks), or somebody else mapped them. They are
     /// never handed out, and new tables come after the last of them.
-    async fn plan_growth(&self, queue: &Queue, old_end: u64, step: u64) -> Result<Growth> {
+    async fn plan_growth(
+        &self,
+        queue: &Queue,
+        old_end: u64,
+        step: u64,
+        adjacent: u64,
+    ) -> Result<Growth> {
         /// More would be no crash's doing.
         const ROUNDS_MAX: usize = 64;
         let refcounts = &self.writer().refcounts;
@@ -140,7 +171,7 @@ impl Qcow2 {
         let mut counted: Vec<Range<u64>> = Vec::new();
         let (mut start, mut seen) = (old_end, old_end);
         for _ in 0..ROUNDS_MAX {
-            let (end, table_clusters) = self.growth_target(start, step)?;
+            let (end, table_clusters) = self.growth_target(start, step, adjacent)?;
             while seen < end {
                 let slice_end = (seen / per_slice + 1) * per_slice;
                 let part = seen..slice_end.min(end);
@@ -168,11 +199,12 @@ impl Qcow2 {
     }
 
     /// The end to grow to, and the clusters of the new refcount table that it takes.
-    fn growth_target(&self, start: u64, step: u64) -> Result<(u64, u64)> {
+    fn growth_target(&self, start: u64, step: u64, adjacent: u64) -> Result<(u64, u64)> {
         let mut table_clusters = 0;
         loop {
-            // The table, a block for each range that it may touch, and something to use.
-            let end = start + step.max(table_clusters + table_clusters / 32 + 4);
+            // Tables, a block for each range that they may touch, and something to use.
+            let tables = table_clusters + adjacent;
+            let end = start + step.max(tables + tables / 32 + 4);
             let needed = self.table_growth(end)?;
             if needed <= table_clusters {
                 return Ok((end, table_clusters));

@@ -10,6 +10,7 @@
 //!     └─▶ inflight.rs (who else writes this cluster?) ─▶ file ─▶ publication
 //!  zero.rs ───────▶ mapping changes; what they free waits in release.rs
 //!  commit.rs ◀── flush, FUA, a cache half dirty: metadata to the file, in plain order
+//!  resize.rs ─────▶ between two commits: a longer L1 table, and the size in the header
 //! ```
 //!
 //! # What is true at every moment
@@ -31,6 +32,7 @@ pub(crate) mod mapping;
 pub(crate) mod read;
 pub(crate) mod refcounts;
 pub(crate) mod release;
+pub(crate) mod resize;
 pub(crate) mod tables;
 pub(crate) mod write;
 pub(crate) mod zero;
@@ -64,7 +66,7 @@ pub(crate) struct Qcow2 {
     pub(crate) header: Header,
     pub(crate) codec: Codec,
     /// The size that the guest sees, in bytes.
-    pub(crate) size: u64,
+    pub(crate) size: AtomicU64,
     pub(crate) backing: Option<Arc<Layer>>,
     pub(crate) policy: Policy,
     pub(crate) l1: L1,

@@ -10,6 +10,7 @@ use stillpoint_io::{Completion, Queue, Result, Segments};
 
 use super::mapping::{Run, Source, map};
 use super::{Done, Qcow2};
+use crate::sync::atomic::Ordering::SeqCst;
 
 impl Qcow2 {
     /// What the bytes from `offset` on read from, up to `length` of them.
@@ -45,7 +46,7 @@ impl Qcow2 {
 
     /// Where the whole range lies, if it is one run whose slice is in the cache.
     fn one_run(&self, offset: u64, length: u64) -> Option<u64> {
-        if offset + length > self.size {
+        if offset + length > self.size.load(SeqCst) {
             return None;
         }
         let (key, index) = self.locate(offset);
@@ -60,8 +61,10 @@ impl Qcow2 {
 
     async fn read_runs(&self, queue: &Queue, offset: u64, into: &Segments) -> Done {
         let mut done = 0;
+        // Asked once: a resize may change it at any moment.
+        let size = self.size.load(SeqCst);
         // The last cluster is read whole blocks at a time and cut off at the disk's size afterwards.
-        let mapped = self.size.next_multiple_of(self.cluster_size());
+        let mapped = size.next_multiple_of(self.cluster_size());
         let inside = into.len().min(mapped.saturating_sub(offset) as usize);
         let mut looked_up: Done = Ok(());
         let mut reads: SmallVec<[Completion; 4]> = SmallVec::new();
@@ -99,7 +102,7 @@ impl Qcow2 {
             looked_up = looked_up.and(read.await.map(|_| ()));
         }
         looked_up?;
-        let inside = into.len().min(self.size.saturating_sub(offset) as usize);
+        let inside = into.len().min(size.saturating_sub(offset) as usize);
         into.slice(inside..into.len()).fill(0);
         Ok(())
     }

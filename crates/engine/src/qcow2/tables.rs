@@ -1,6 +1,6 @@
 //! The L1 table, and how slices of L2 tables come into the cache.
 //!
-//! The L1 table is in memory as a whole (32 MiB at most). A change of it is remembered together
+//! The L1 table is in memory as a whole (32 MiB at most), and grows there with the disk. A change of it is remembered together
 //! with the word that the disk still holds, so that a commit writes exactly the entries whose tables
 //! it has made durable, and no entry that came later.
 //!
@@ -20,15 +20,15 @@ use super::inflight::Inflights;
 use super::release::Freed;
 use super::{Done, Qcow2, refused};
 use crate::cache::{Pin, SLICE_BYTES};
+use crate::growable::Growable;
 use crate::mutant::{Mutant, broken};
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use crate::sync::{Mutex, lock};
 
 /// The L1 table in use.
 pub(crate) struct L1 {
-    /// Where it lies in the file.
-    pub(crate) host_offset: u64,
-    words: Box<[AtomicU64]>,
+    host_offset: AtomicU64,
+    words: Growable<AtomicU64>,
     /// Entries changed since the last commit, with the words that the disk holds.
     changed: Mutex<BTreeMap<u64, u64>>,
     /// Entries that a commit may have written, or not, before it ran out of space.
@@ -42,7 +42,7 @@ const LOAD_LOCKS: usize = 64;
 impl L1 {
     pub(crate) fn new(host_offset: u64, words: impl Iterator<Item = u64>) -> L1 {
         L1 {
-            host_offset,
+            host_offset: AtomicU64::new(host_offset),
             words: words.map(AtomicU64::new).collect(),
             changed: Mutex::default(),
             again: Mutex::default(),
@@ -55,13 +55,29 @@ impl L1 {
         self.words.len() as u64
     }
 
+    /// Where it lies in the file.
+    pub(crate) fn host_offset(&self) -> u64 {
+        self.host_offset.load(SeqCst)
+    }
+
+    fn entry(&self, index: u64) -> &AtomicU64 {
+        self.words.get(index as usize).expect("it has an entry for every offset of the disk")
+    }
+
     pub(crate) fn word(&self, index: u64) -> u64 {
-        self.words[index as usize].load(SeqCst)
+        self.entry(index).load(SeqCst)
+    }
+
+    /// The file's own table is now one of `len` entries at `host_offset`, those that are new empty.
+    /// No commit is under way.
+    pub(super) fn moved(&self, host_offset: u64, len: u64) {
+        self.words.grow(len as usize, || AtomicU64::new(0));
+        self.host_offset.store(host_offset, SeqCst);
     }
 
     fn change(&self, index: u64, word: u64) {
         let mut changed = lock(&self.changed);
-        let old = self.words[index as usize].swap(word, SeqCst);
+        let old = self.entry(index).swap(word, SeqCst);
         changed.entry(index).or_insert(old);
     }
 
@@ -124,7 +140,7 @@ impl Qcow2 {
     /// Where a slice's table is, and whether it may be changed in place.
     fn table(&self, key: u64) -> Result<L1Entry> {
         let index = self.l1_index(key);
-        let entry_offset = self.l1.host_offset + index * 8;
+        let entry_offset = self.l1.host_offset() + index * 8;
         L1Entry::decode(self.l1.word(index), self.geometry())
             .map_err(|error| refused(&error, "read an L1 entry", self.file.name(), entry_offset))
     }

@@ -25,6 +25,8 @@ pub(crate) enum Space {
     Released,
     /// Clusters that are there stay there.
     Kept,
+    /// It is given back, and nothing more is said of the range: no layer has anything there.
+    Forgotten,
 }
 
 impl Qcow2 {
@@ -59,7 +61,7 @@ impl Qcow2 {
         rest: &mut Vec<Range<u64>>,
     ) -> Result<()> {
         let (key, first) = self.locate(range.start);
-        if self.backing.is_none() && self.slice(queue, key).await?.is_none() {
+        if self.silent_is_zero(space) && self.slice(queue, key).await?.is_none() {
             return Ok(());
         }
         let slice = self.slice_for_writing(queue, key).await?;
@@ -101,16 +103,21 @@ impl Qcow2 {
         let unit_size = self.geometry().subcluster_size();
         for edge in edges(&touched, unit_size) {
             let unit = self.codec.units(edge.start - start, edge.end - start);
-            if !self.reads_zero(&new, unit) {
+            if !self.reads_zero(&new, unit, space) {
                 push(rest, edge);
             }
         }
         Ok(())
     }
 
+    /// Whether a unit that nothing is said of reads as zeros.
+    fn silent_is_zero(&self, space: Space) -> bool {
+        self.backing.is_none() || space == Space::Forgotten
+    }
+
     /// Whether these units read as zeros by this mapping alone.
-    fn reads_zero(&self, cluster: &Cluster, units: u32) -> bool {
-        let silent = match (self.backing.is_none(), cluster.compressed) {
+    fn reads_zero(&self, cluster: &Cluster, units: u32, space: Space) -> bool {
+        let silent = match (self.silent_is_zero(space), cluster.compressed) {
             (true, None) => !(cluster.zero | cluster.allocated),
             _ => 0,
         };
@@ -119,16 +126,15 @@ impl Qcow2 {
 
     /// The mapping after `units` were cleared; `None` if it cannot say so.
     fn cleared(&self, old: &Cluster, units: u32, space: Space) -> Option<Cluster> {
-        if units == 0 || self.reads_zero(old, units) && space == Space::Kept {
+        if units == 0 || self.reads_zero(old, units, space) && space == Space::Kept {
             return Some(*old);
         }
         let all = units == self.codec.all_units();
         if old.compressed.is_some() && !all {
             return None;
         }
-        // Without a backing file a unit that nothing is said of reads as zeros.
         let shown = broken(Mutant::R1Backing);
-        let says_zero = self.backing.is_some() && !shown || space == Space::Kept;
+        let says_zero = !self.silent_is_zero(space) && !shown || space == Space::Kept;
         if says_zero && !self.codec.version3 {
             return None;
         }
@@ -136,7 +142,7 @@ impl Qcow2 {
         new.compressed = None;
         new.allocated &= !units;
         new.zero = if says_zero { old.zero | units } else { old.zero & !units };
-        if old.compressed.is_some() || (space == Space::Released && new.allocated == 0) {
+        if old.compressed.is_some() || (space != Space::Kept && new.allocated == 0) {
             new.host = None;
             new.copied = false;
         }
