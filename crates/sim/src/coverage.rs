@@ -15,6 +15,7 @@ pub enum GuestKind {
     Zeroes,
     UnmappingZeroes,
     Discard,
+    Resize,
     Flush,
     Close,
 }
@@ -34,7 +35,7 @@ pub enum HostKind {
 
 impl GuestKind {
     /// How many there are.
-    pub const COUNT: usize = 9;
+    pub const COUNT: usize = 10;
     const NAMES: [&str; GuestKind::COUNT] = [
         "read",
         "status",
@@ -43,6 +44,7 @@ impl GuestKind {
         "zeroes",
         "zeroes, unmapping",
         "discard",
+        "resize",
         "flush",
         "close",
     ];

@@ -153,7 +153,10 @@ impl History {
         };
         let mut chance = executor.fork_chance();
         let watch = || {
-            if self.probes > 0 && chance.one_in(self.probes) {
+            // A closing is short, and full of what has to be in order.
+            let closing = under_way[GuestKind::Close as usize].get() > 0;
+            let probes = if closing { self.probes.div_ceil(9) } else { self.probes };
+            if probes > 0 && chance.one_in(probes) {
                 count_cut();
                 let hash = self.probe(subject, world, oracle, &mut chance);
                 let now = probed.get();
@@ -271,8 +274,13 @@ pub(crate) fn judge_world<S: Subject>(
     let subject = subject.clone();
     executor.run(async move {
         let target = open(&subject, &queue, &world, &background).await;
-        let everything = 0..oracle.size();
+        let size = target.size();
+        if let Err(wrong) = oracle.judge_size(size) {
+            panic!("after a power cut, {wrong}");
+        }
+        let everything = 0..size;
         for range in if whole { vec![everything] } else { oracle.touched() } {
+            let range = range.start.min(size)..range.end.min(size);
             let bytes = read(&*target, &queue, range.clone()).await;
             if let Err(wrong) = oracle.judge_recovered(range.start, &bytes) {
                 panic!("R1: after a power cut, {wrong}");
@@ -312,9 +320,12 @@ async fn read<T: Target>(target: &T, queue: &Queue, range: Range<u64>) -> Vec<u8
 }
 
 async fn judge_all<T: Target>(target: &T, queue: &Queue, oracle: &Rc<RefCell<Oracle>>) {
-    let size = oracle.borrow().size();
-    let bytes = read(target, queue, 0..size).await;
-    if let Err(wrong) = oracle.borrow_mut().recovered(&bytes) {
+    let bytes = read(target, queue, 0..target.size()).await;
+    let mut oracle = oracle.borrow_mut();
+    if let Err(wrong) = oracle.judge_size(bytes.len() as u64) {
+        panic!("after a power cut, {wrong}");
+    }
+    if let Err(wrong) = oracle.recovered(&bytes) {
         panic!("R1: after a power cut, {wrong}");
     }
 }

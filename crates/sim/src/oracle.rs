@@ -14,13 +14,15 @@
 //!   every later submitted one. A value is buried when a flush (or a durable write) has succeeded
 //!   that covers a request which started after the value's request had ended.
 //! - A failed request and a discard add their value and hide none.
+//! - While the disk is made longer or shorter, it may have either size, after a cut too. Beyond its end
+//!   there are zeros, for when it grows; a shorter one has lost the rest only if it has that size.
 //! - Where a failed host flush has made old bytes show again, no disk above can know it: reads are
 //!   not judged until the power has failed ([`Oracle::suspend`]).
 //!
 //! Each 8 bytes written are a number from which the value and the offset can be told again, so that
 //! a wrong read names the request, or the other cluster, whose bytes it got.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::Range;
 
@@ -78,6 +80,22 @@ impl Request {
     }
 }
 
+/// The disk's size is one of these, in bytes.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    since: u64,
+    low: u64,
+    high: u64,
+}
+
+/// A change of the disk's size under way: what to tell the oracle when it has ended.
+#[derive(Clone, Debug)]
+#[must_use = "tell the oracle how it ended"]
+pub struct Resize {
+    old: u64,
+    new: u64,
+}
+
 #[derive(Clone, Debug)]
 struct Candidate {
     value: Value,
@@ -109,6 +127,13 @@ impl Cell {
 #[derive(Clone, Debug)]
 pub struct Oracle {
     size: u64,
+    /// The sizes that a guest may have met, and since when, in order.
+    sizes: Vec<Sizes>,
+    /// The sizes that it may have after a power cut.
+    after_cut: BTreeSet<u64>,
+    /// Whether a tail may read as zeros before the disk is shorter.
+    loses_tails_early: bool,
+    /// Up to the largest size so far.
     cells: BTreeMap<u64, Cell>,
     now: u64,
     last_value: Value,
@@ -128,13 +153,92 @@ impl Oracle {
             hidden: NEVER,
             buried: false,
         };
-        let cells = BTreeMap::from([(0, Cell::new(size, zeros))]);
-        Oracle { size, cells, now: 0, last_value: ZEROS, suspended: false, reads: Vec::new() }
+        Oracle {
+            size,
+            sizes: vec![Sizes { since: 0, low: size, high: size }],
+            after_cut: BTreeSet::from([size]),
+            loses_tails_early: false,
+            cells: BTreeMap::from([(0, Cell::new(size, zeros))]),
+            now: 0,
+            last_value: ZEROS,
+            suspended: false,
+            reads: Vec::new(),
+        }
+    }
+
+    /// A disk whose tail may read as zeros before it is shorter: a raw one.
+    pub fn losing_tails_early(self) -> Oracle {
+        Oracle { loses_tails_early: true, ..self }
+    }
+
+    fn end(&self) -> u64 {
+        self.cells.last_key_value().map_or(0, |(_, cell)| cell.end)
+    }
+
+    /// Whether a request of `range` that began at `started` may be refused for lying beyond the end.
+    pub fn may_refuse(&self, started: u64, range: &Range<u64>) -> bool {
+        self.sizes_since(started).any(|sizes| range.end > sizes.low)
+    }
+
+    /// Whether such a request may succeed.
+    pub fn may_accept(&self, started: u64, range: &Range<u64>) -> bool {
+        self.sizes_since(started).any(|sizes| range.end <= sizes.high)
+    }
+
+    fn sizes_since(&self, started: u64) -> impl Iterator<Item = &Sizes> {
+        let first = self.sizes.iter().rposition(|sizes| sizes.since <= started).unwrap_or(0);
+        self.sizes[first..].iter()
+    }
+
+    /// The disk is being made one of `size` bytes.
+    pub fn start_resize(&mut self, size: u64) -> Resize {
+        let since = self.tick();
+        let old = self.size;
+        self.after_cut.insert(size);
+        if size > self.end() {
+            let zeros = Cell::new(size, self.durable(ZEROS));
+            self.cells.insert(self.end(), zeros);
+        }
+        if size > old {
+            self.reset(old..size);
+        } else if self.loses_tails_early && size < old {
+            let request = self.start(size..old, ZEROS);
+            self.left_open(request);
+        }
+        self.sizes.push(Sizes { since, low: old.min(size), high: old.max(size) });
+        Resize { old, new: size }
+    }
+
+    /// That has ended.
+    pub fn resized(&mut self, resize: Resize, succeeded: bool) {
+        let since = self.tick();
+        if succeeded {
+            self.size = resize.new;
+            self.after_cut = BTreeSet::from([self.size]);
+            if resize.new < resize.old {
+                self.reset(resize.new..resize.old);
+            }
+        }
+        self.sizes.push(Sizes { since, low: self.size, high: self.size });
+    }
+
+    /// A range reads as zeros, and its past is gone.
+    fn reset(&mut self, range: Range<u64>) {
+        let zeros = self.durable(ZEROS);
+        for cell in self.cells_in(&range) {
+            *cell = Cell { touched: true, ..Cell::new(cell.end, zeros.clone()) };
+        }
+    }
+
+    /// What holds `value` from now on.
+    fn durable(&self, value: Value) -> Candidate {
+        let now = self.now;
+        Candidate { value, started: now, ended: now, covers: true, hidden: NEVER, buried: false }
     }
 
     /// A range holds `value` from the start, as far as it is on the disk.
     pub fn preset(&mut self, range: Range<u64>, value: Value) {
-        let range = range.start.min(self.size)..range.end.min(self.size);
+        let range = range.start.min(self.end())..range.end.min(self.end());
         for cell in self.cells_in(&range) {
             cell.candidates[0].value = value;
         }
@@ -145,7 +249,7 @@ impl Oracle {
         self.now
     }
 
-    /// The disk's size in bytes.
+    /// The disk's size in bytes; while it changes, the old one.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -174,7 +278,11 @@ impl Oracle {
     }
 
     fn start(&mut self, range: Range<u64>, value: Value) -> Request {
-        assert!(range.start < range.end && range.end <= self.size, "{range:?} is not on the disk");
+        assert!(range.start < range.end, "{range:?} is no range");
+        if range.end > self.end() {
+            let zeros = Cell::new(range.end, self.durable(ZEROS));
+            self.cells.insert(self.end(), zeros);
+        }
         let started = self.tick();
         let candidate =
             Candidate { value, started, ended: NEVER, covers: false, hidden: NEVER, buried: false };
@@ -240,7 +348,7 @@ impl Oracle {
                 candidate.buried |= candidate.ended < last;
             }
         }
-        self.prune(&(0..self.size));
+        self.prune(&(0..self.end()));
     }
 
     /// Forgets what neither a read under way nor a power cut can bring back.
@@ -321,6 +429,17 @@ impl Oracle {
         }
     }
 
+    /// A disk of `size` bytes was found after a power cut.
+    ///
+    /// # Errors
+    /// Says which sizes are allowed.
+    pub fn judge_size(&self, size: u64) -> Result<(), String> {
+        match self.after_cut.contains(&size) {
+            true => Ok(()),
+            false => Err(format!("the size is {size:#x}; allowed: {:#x?}", self.after_cut)),
+        }
+    }
+
     /// The ranges that requests have changed since the disk was last read as a whole.
     pub fn touched(&self) -> Vec<Range<u64>> {
         let mut touched: Vec<Range<u64>> = Vec::new();
@@ -348,9 +467,10 @@ impl Oracle {
     /// As [`Oracle::judge_read`].
     pub fn recovered(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.judge_recovered(0, bytes)?;
-        let now = self.tick();
+        let size = bytes.len() as u64;
+        let since = self.tick();
         let mut found: Vec<(Range<u64>, Value)> = Vec::new();
-        for (range, cell) in self.pieces(0..self.size) {
+        for (range, cell) in self.pieces(0..size) {
             let piece = &bytes[range.start as usize..range.end as usize];
             let mut candidates = cell.candidates.iter().rev();
             let value = candidates
@@ -362,18 +482,13 @@ impl Oracle {
                 _ => found.push((range, value)),
             }
         }
-        let cell = |value| Candidate {
-            value,
-            started: now,
-            ended: now,
-            covers: true,
-            hidden: NEVER,
-            buried: false,
+        let cell = |(range, value): (Range<u64>, Value)| {
+            (range.start, Cell::new(range.end, self.durable(value)))
         };
-        self.cells = found
-            .into_iter()
-            .map(|(range, value)| (range.start, Cell::new(range.end, cell(value))))
-            .collect();
+        self.cells = found.into_iter().map(cell).collect();
+        self.size = size;
+        self.sizes = vec![Sizes { since, low: size, high: size }];
+        self.after_cut = BTreeSet::from([size]);
         Ok(())
     }
 }

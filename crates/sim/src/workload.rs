@@ -23,6 +23,8 @@ use crate::trace::Event;
 
 /// A disk under test: what a guest can ask of it.
 pub trait Target: 'static {
+    /// Its size in bytes, now.
+    fn size(&self) -> u64;
     /// Reads.
     fn read(&self, queue: &Queue, offset: u64, into: Segments) -> impl Future<Output = Result<()>>;
     /// Writes.
@@ -51,6 +53,8 @@ pub trait Target: 'static {
         offset: u64,
         length: u64,
     ) -> impl Future<Output = Result<(u64, bool)>>;
+    /// Gives the disk another size in bytes, durably.
+    fn resize(&self, queue: &Queue, size: u64) -> impl Future<Output = Result<()>>;
     /// Makes durable whatever was answered before.
     fn flush(&self, queue: &Queue) -> impl Future<Output = Result<()>>;
 }
@@ -68,6 +72,8 @@ pub enum Step {
     Discard(Range<u64>),
     /// Ask what is there.
     Status(Range<u64>),
+    /// Make the disk one of so many bytes.
+    Resize(u64),
     /// Flush.
     Flush,
     /// Wait for so many microseconds.
@@ -75,15 +81,15 @@ pub enum Step {
 }
 
 impl Step {
-    /// Whether its range is empty, which is no request.
-    fn is_empty(&self) -> bool {
+    /// The range that it is about.
+    fn range(&self) -> Option<Range<u64>> {
         match self {
             Step::Read(range)
             | Step::Status(range)
             | Step::Write(range, _)
             | Step::Zeroes(range, _, _)
-            | Step::Discard(range) => range.is_empty(),
-            Step::Flush | Step::Pause(_) => false,
+            | Step::Discard(range) => Some(range.clone()),
+            Step::Resize(_) | Step::Flush | Step::Pause(_) => None,
         }
     }
 
@@ -96,6 +102,7 @@ impl Step {
             Step::Zeroes(_, false, _) => GuestKind::Zeroes,
             Step::Zeroes(_, true, _) => GuestKind::UnmappingZeroes,
             Step::Discard(_) => GuestKind::Discard,
+            Step::Resize(_) => GuestKind::Resize,
             Step::Flush => GuestKind::Flush,
             Step::Pause(_) => return None,
         })
@@ -120,6 +127,7 @@ impl fmt::Display for Step {
             }
             Step::Discard(range) => write!(f, "discard {range:#x?}"),
             Step::Status(range) => write!(f, "status {range:#x?}"),
+            Step::Resize(size) => write!(f, "resize to {size:#x}"),
             Step::Flush => f.write_str("flush"),
             Step::Pause(us) => write!(f, "pause {us} us"),
         }
@@ -141,6 +149,8 @@ pub struct Shape {
     pub steps: usize,
     /// Every offset and length is a multiple of this, in bytes.
     pub align: u64,
+    /// Sizes that the disk is given, in bytes; none: it keeps its own.
+    pub sizes: Vec<u64>,
 }
 
 impl Shape {
@@ -165,20 +175,24 @@ impl Script {
             return Script::sweep(chance, shape);
         }
         let large = shape.size / shape.cluster > 500;
-        let count = if chance.one_in(if large { 2 } else { 6 }) { 40 } else { chance.between(1, 4) };
+        let count =
+            if chance.one_in(if large { 2 } else { 6 }) { 40 } else { chance.between(1, 4) };
         let hot: Vec<u64> = (0..count).map(|_| chance.below(shape.size)).collect();
         // What was there is given up before anything new comes: its space is used again.
         let given_up = if chance.one_in(6) { shape.steps / 3 } else { 0 };
         let tasks = (0..shape.tasks)
-            .map(|_| {
+            .map(|task| {
+                // One of them changes the size, so that there is an order of the sizes.
+                let may_resize = task == 0;
                 let give_up = (0..given_up).map(|_| match chance.below(4) {
                     0 => Step::Flush,
                     1 => Step::Discard(0..shape.size),
                     _ => Step::Discard(shape.clusters(random_range(chance, shape, &hot))),
                 });
                 let mut steps: Vec<Step> = give_up.collect();
-                steps.extend((0..shape.steps).map(|_| random_step(chance, shape, &hot)));
-                steps.retain(|step| !step.is_empty());
+                steps
+                    .extend((0..shape.steps).map(|_| random_step(chance, shape, &hot, may_resize)));
+                steps.retain(|step| step.range().is_none_or(|range| !range.is_empty()));
                 steps
             })
             .collect();
@@ -230,27 +244,33 @@ impl fmt::Display for Script {
 fn random_range(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Range<u64> {
     let sector = 512.max(shape.align);
     let base = match chance.below(8) {
-        0 => chance.below(shape.size),
+        0 => chance.below(2 * shape.size),
         _ => {
             let near = chance.pick(hot) / shape.cluster * shape.cluster;
             near + chance.below(3 * shape.cluster)
         }
     };
     let unit = chance.pick(&[shape.align, sector, sector, 4096, shape.cluster]).max(shape.align);
-    let start = (base % shape.size) / unit * unit;
+    // Now and then a request of what is there only while the disk is longer.
+    let longest = shape.sizes.iter().copied().max().unwrap_or(0).max(shape.size);
+    let size = if chance.one_in(4) { longest } else { shape.size };
+    let start = (base % size) / unit * unit;
     let length = match chance.below(4) {
         0 => unit,
         1 => shape.cluster,
         _ => chance.magnitude(shape.request_max).next_multiple_of(unit),
     };
-    let end = (start + length.min(shape.request_max)).min(shape.size);
+    let end = (start + length.min(shape.request_max)).min(size);
     start..end / shape.align * shape.align
 }
 
-fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64]) -> Step {
+fn random_step(chance: &mut Chance, shape: &Shape, hot: &[u64], may_resize: bool) -> Step {
     let range = random_range(chance, shape, hot);
     let durable = chance.one_in(6);
     match chance.below(100) {
+        _ if may_resize && !shape.sizes.is_empty() && chance.one_in(12) => {
+            Step::Resize(chance.pick(&shape.sizes))
+        }
         0..26 => Step::Read(range),
         26..30 => Step::Status(range),
         30..68 => Step::Write(range, durable),
@@ -319,6 +339,7 @@ impl<T: Target> Run<T> {
             true => Durability::Durable,
             false => Durability::Volatile,
         };
+        let began = oracle().now();
         let outcome = match step.clone() {
             Step::Read(range) => self.read(queue, range).await,
             Step::Write(range, durable) => {
@@ -345,6 +366,12 @@ impl<T: Target> Run<T> {
                 result
             }
             Step::Status(range) => self.status(queue, range).await,
+            Step::Resize(size) => {
+                let resize = oracle().start_resize(size);
+                let result = self.target.resize(queue, size).await;
+                oracle().resized(resize, result.is_ok());
+                result
+            }
             Step::Flush => {
                 let started = oracle().start_flush();
                 let result = self.target.flush(queue).await;
@@ -358,6 +385,19 @@ impl<T: Target> Run<T> {
                 Ok(())
             }
         };
+        if let Some(range) = step.range() {
+            let oracle = self.oracle.borrow();
+            match &outcome {
+                Err(error) if error.kind() == Kind::Invalid && oracle.may_refuse(began, &range) => {
+                    return;
+                }
+                Ok(()) => assert!(
+                    oracle.may_accept(began, &range),
+                    "task {task} step {number}: {step}: it succeeded beyond the end"
+                ),
+                Err(_) => {}
+            }
+        }
         if let Err(error) = outcome {
             Driver::of(queue).record(Event::Note(format!("task {task} step {number}: {error}")));
             let expected = matches!(error.kind(), Kind::Io | Kind::NoSpace | Kind::Latched);

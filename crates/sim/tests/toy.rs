@@ -89,6 +89,14 @@ impl Toy {
 }
 
 impl Target for Toy {
+    fn size(&self) -> u64 {
+        SIZE
+    }
+
+    async fn resize(&self, _: &Queue, _: u64) -> Result<()> {
+        unreachable!("no script resizes it")
+    }
+
     async fn read(&self, queue: &Queue, offset: u64, into: Segments) -> Result<()> {
         let length = into.len() as u64;
         let mut bytes = Vec::new();
@@ -225,6 +233,7 @@ fn history(seed: u64, plan: Option<Plan>) -> History {
         tasks: 3,
         steps: 15,
         align: chance.pick(&[1, 512]),
+        sizes: Vec::new(),
     };
     let rounds = (0..3)
         .map(|_| Round {
