@@ -1,6 +1,7 @@
 //! The engine's disk as a subject: images of every kind, on simulated files.
 
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use crate::oracle::{self, Oracle};
 use crate::plan::Plan;
 use crate::workload::{Script, Shape, Target};
 
-pub(crate) const IMAGE: &str = "vm/disk";
+/// What the image is called.
+pub const IMAGE: &str = "vm/disk";
 pub(crate) const BACKING: &str = "base";
 const BACKING_PATH: &str = "vm/base";
 
@@ -126,6 +128,9 @@ pub struct DiskSubject {
     pub shared: bool,
     /// How it is opened.
     pub options: Options,
+    /// Where the first qcow2 image that a cut leaves is put, for other programs to look at: a folder
+    /// with the image `disk`, its backing file, and the bytes `expected` of it.
+    pub sample: Option<PathBuf>,
 }
 
 impl DiskSubject {
@@ -166,9 +171,10 @@ impl DiskSubject {
             size,
             backing: backing.as_ref().map(|backing| (BACKING.to_owned(), backing.format())),
             lean: chance.one_in(2),
-            content: chance
-                .one_in(2)
-                .then(|| Content { seed: chance.draw(), snapshot: chance.one_in(2) }),
+            content: chance.one_in(2).then(|| Content {
+                seed: chance.draw(),
+                snapshot: many_slices || chance.one_in(2),
+            }),
         });
         let options = Options {
             format: Some(if raw { ImageFormat::Raw } else { ImageFormat::Qcow2 }),
@@ -189,7 +195,7 @@ impl DiskSubject {
             refcount_cache_size: if many_slices { 0 } else { chance.pick(&[0, 4 << 20]) },
             ..Options::default()
         };
-        DiskSubject { qcow2, size, backing, shared: chance.one_in(6), options }
+        DiskSubject { qcow2, size, backing, shared: chance.one_in(6), options, sample: None }
     }
 
     /// The disk's own unit in bytes.
@@ -242,7 +248,7 @@ impl DiskSubject {
                 Scale::Long => chance.between(50, 80) as usize,
             },
             align: chance.pick(&[1, 512, 512, 4096]).min(self.cluster()),
-            sizes: match self.can_be_resized() && chance.one_in(4) {
+            sizes: match self.can_be_resized() && chance.one_in(3) {
                 true => self.other_sizes(chance, plan.request_align.into(), scale),
                 false => Vec::new(),
             },
@@ -354,6 +360,22 @@ impl Subject for DiskSubject {
 
     async fn close(&self, target: Arc<Disk>, queue: &Queue) -> Result<()> {
         target.close(queue).await
+    }
+
+    fn survived(&self, world: &World, bytes: &[u8]) {
+        let Some(folder) = self.sample.as_ref().filter(|_| self.qcow2.is_some()) else { return };
+        // Only one of each history.
+        if std::fs::create_dir(folder).is_ok() {
+            let put = |name: &str, bytes: &[u8]| {
+                std::fs::write(folder.join(name), bytes)
+                    .unwrap_or_else(|error| panic!("{}/{name}: {error}", folder.display()));
+            };
+            put("disk", &world.bytes(IMAGE));
+            put("expected", bytes);
+            if self.backing.is_some() {
+                put(BACKING, &world.bytes(BACKING_PATH));
+            }
+        }
     }
 
     fn inspect(&self, world: &World) -> std::result::Result<u64, String> {

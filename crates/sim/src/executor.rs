@@ -27,7 +27,7 @@ use crate::chance::Chance;
 use crate::trace::{Event, Trace};
 
 /// A run that takes more steps has no end: something wakes itself for ever.
-const STEPS_MAX: u64 = 20_000_000;
+const STEPS_MAX: u64 = 500_000;
 
 type TaskId = u64;
 /// Events run in the order of their time; those of one instant in the order they were made.

@@ -58,6 +58,7 @@ fn subjects() -> Vec<DiskSubject> {
         backing,
         shared: false,
         options: options(),
+        sample: None,
     };
     vec![
         subject(spec(None, None), None),

@@ -47,6 +47,9 @@ pub trait Subject: Clone + 'static {
     /// # Errors
     /// Says what is wrong with them.
     fn inspect(&self, world: &World) -> std::result::Result<u64, String>;
+
+    /// The whole disk was read after a power cut, and is as it may be.
+    fn survived(&self, _world: &World, _bytes: &[u8]) {}
 }
 
 /// One life of a disk, from its opening to a power cut.
@@ -153,9 +156,10 @@ impl History {
         };
         let mut chance = executor.fork_chance();
         let watch = || {
-            // A closing is short, and full of what has to be in order.
-            let closing = under_way[GuestKind::Close as usize].get() > 0;
-            let probes = if closing { self.probes.div_ceil(9) } else { self.probes };
+            // Some requests are rare, short, and full of what has to be in order.
+            let any = |kind: GuestKind| under_way[kind as usize].get() > 0;
+            let delicate = any(GuestKind::Close) || any(GuestKind::Resize);
+            let probes = if delicate { self.probes.div_ceil(9) } else { self.probes };
             if probes > 0 && chance.one_in(probes) {
                 count_cut();
                 let hash = self.probe(subject, world, oracle, &mut chance);
@@ -284,6 +288,9 @@ pub(crate) fn judge_world<S: Subject>(
             let bytes = read(&*target, &queue, range.clone()).await;
             if let Err(wrong) = oracle.judge_recovered(range.start, &bytes) {
                 panic!("R1: after a power cut, {wrong}");
+            }
+            if whole {
+                subject.survived(&world, &bytes);
             }
         }
     });

@@ -4,6 +4,7 @@
 //! rule of the engine is broken, with `--lie` the disk beneath breaks its word: a failure is then what
 //! is looked for, and not to find one ends the program with 1.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -43,6 +44,10 @@ struct Args {
     /// Lets the disk beneath lie: a lie's name, or `all` of them in turn.
     #[arg(long, value_name = "NAME", conflicts_with = "mutant")]
     lie: Option<String>,
+    /// Puts images that power cuts have left into a folder, one of each history at most, with their
+    /// backing files and what they are to read as.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["exhaustive", "mutant", "lie"])]
+    samples: Option<PathBuf>,
     /// How often a failing history is tried again in shorter forms.
     #[arg(long, default_value_t = 300, value_name = "TRIES")]
     shrink: usize,
@@ -104,7 +109,8 @@ fn search(args: &Args, wrong: Wrong, bar: &ProgressBar) -> Search {
                 return;
             }
             let scale = scale(args, wrong, seed);
-            let (subject, history) = history(seed, scale, wrong);
+            let (mut subject, history) = history(seed, scale, wrong);
+            subject.sample = args.samples.as_ref().map(|folder| folder.join(seed.to_string()));
             let played = history.try_play(&subject);
             let mut found = found.lock().unwrap();
             found.0 += 1;

@@ -154,6 +154,10 @@ pub struct Shape {
 }
 
 impl Shape {
+    fn is_large(&self) -> bool {
+        self.size / self.cluster > 500
+    }
+
     /// The whole clusters around a range.
     fn clusters(&self, range: Range<u64>) -> Range<u64> {
         let start = range.start / self.cluster * self.cluster;
@@ -171,12 +175,14 @@ pub struct Script {
 impl Script {
     /// A random script.
     pub fn random(chance: &mut Chance, shape: &Shape) -> Script {
-        if chance.one_in(6) {
+        if chance.one_in(if shape.is_large() { 3 } else { 6 }) {
             return Script::sweep(chance, shape);
         }
-        let large = shape.size / shape.cluster > 500;
-        let count =
-            if chance.one_in(if large { 2 } else { 6 }) { 40 } else { chance.between(1, 4) };
+        let count = if chance.one_in(if shape.is_large() { 2 } else { 6 }) {
+            40
+        } else {
+            chance.between(1, 4)
+        };
         let hot: Vec<u64> = (0..count).map(|_| chance.below(shape.size)).collect();
         // What was there is given up before anything new comes: its space is used again.
         let given_up = if chance.one_in(6) { shape.steps / 3 } else { 0 };
@@ -200,12 +206,14 @@ impl Script {
     }
 
     /// One task writes cluster after cluster durably while all others read the same ones: what a write
-    /// frees has readers.
+    /// frees has readers. On a large disk it may be a cluster of each slice of its tables: none stays
+    /// in a small cache.
     fn sweep(chance: &mut Chance, shape: &Shape) -> Script {
         let clusters = shape.size / shape.cluster;
         let first = chance.below(clusters);
+        let stride = if shape.is_large() { chance.pick(&[1, 65, 65]) } else { 1 };
         let cluster = |index: usize| {
-            let start = (first + index as u64) % clusters * shape.cluster;
+            let start = (first + index as u64 * stride) % clusters * shape.cluster;
             start..start + shape.cluster
         };
         let tasks = (0..shape.tasks.max(2))

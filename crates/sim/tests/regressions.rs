@@ -23,7 +23,11 @@ fn spec(cluster_bits: u32, clusters: u64) -> Spec {
 
 fn qcow2(spec: Spec) -> DiskSubject {
     let options = Options { format: Some(ImageFormat::Qcow2), ..Options::default() };
-    DiskSubject { size: spec.size, qcow2: Some(spec), backing: None, shared: false, options }
+    subject(spec.size, Some(spec), options)
+}
+
+fn subject(size: u64, qcow2: Option<Spec>, options: Options) -> DiskSubject {
+    DiskSubject { qcow2, size, backing: None, shared: false, options, sample: None }
 }
 
 /// Plays rounds, each with its tasks and the step from which on it is cut, with so many seeds.
@@ -111,7 +115,7 @@ fn regression_counted_clusters_beyond_the_end_are_not_free() {
 fn regression_a_flush_beside_a_failed_one_fails() {
     let size = 64 << 10;
     let options = Options { format: Some(ImageFormat::Raw), ..Options::default() };
-    let subject = DiskSubject { qcow2: None, size, backing: None, shared: false, options };
+    let subject = subject(size, None, options);
     let plan = Plan { flush_errors_permille: 300, ..Plan::default() };
     let task = |start: u64| vec![Write(start..start + 4096, false), Flush, Flush];
     let tasks: Vec<Vec<Step>> = (0..4).map(|task_index| task(task_index * 8192)).collect();

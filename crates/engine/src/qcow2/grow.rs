@@ -141,10 +141,11 @@ impl Qcow2 {
                 let why = "the file would exceed the largest host offset of the format";
                 return Err(Error::new(Kind::Limit, "grow the image", why).file(self.file.name()));
             }
+            let growing = self.file.manage(queue, Manage::Grow { end, means });
             if broken(Mutant::R3Growth) {
                 return Ok(growth);
             }
-            match self.file.manage(queue, Manage::Grow { end, means }).await {
+            match growing.await {
                 Ok(_) => return Ok(growth),
                 // R6: no space before any write that depends on it is the guest's error alone. Less
                 // may still fit.
