@@ -1,8 +1,8 @@
 //! The L1 table, and how slices of L2 tables come into the cache.
 //!
-//! The L1 table is in memory as a whole (32 MiB at most), and grows there with the disk. A change of it is remembered together
-//! with the word that the disk still holds, so that a commit writes exactly the entries whose tables
-//! it has made durable, and no entry that came later.
+//! The L1 table is in memory as a whole (32 MiB at most), and grows there with the disk. A change of it is
+//! remembered together with the word that the disk still holds, so that a commit writes exactly the
+//! entries whose tables it has made durable, and no entry that came later.
 //!
 //! A missing table is *made* before the first mapping in it; one shared with an internal snapshot is
 //! *copied*. Both happen under one lock and are rare.
