@@ -27,7 +27,7 @@ impl Layer {
         self.size_cell().load(SeqCst)
     }
 
-    /// Shows another size from now on.
+    /// Holds another size from now on.
     pub(crate) fn show_size(&self, size: u64) {
         self.size_cell().store(size, SeqCst);
     }

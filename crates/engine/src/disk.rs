@@ -19,7 +19,7 @@ use crate::open::Opening;
 use crate::options::{DetectZeroes, DiscardPolicy, ImageFormat, Options};
 use crate::qcow2::zero::Space;
 use crate::sync::Arc;
-use crate::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use crate::tracker::{Entered, Mode, Tracker};
 
 /// The longest read or write, in bytes.
@@ -77,7 +77,9 @@ pub struct Disk {
     access: Access,
     discard: DiscardPolicy,
     detect_zeroes: DetectZeroes,
-    /// The size that is durable, in bytes; held while it changes.
+    /// The size that requests are held to, in bytes.
+    size: AtomicU64,
+    /// The size that is durable; held while it changes.
     resizing: AsyncMutex<u64>,
     closed: AtomicBool,
 }
@@ -106,6 +108,7 @@ impl Disk {
         let image = opening.active(name).await?;
         Ok(Arc::new(Disk {
             align: image.request_align(),
+            size: AtomicU64::new(image.size()),
             resizing: AsyncMutex::new(image.size()),
             image,
             tracker,
@@ -118,7 +121,7 @@ impl Disk {
 
     /// The size that the guest sees, in bytes.
     pub fn size(&self) -> u64 {
-        self.image.size()
+        self.size.load(SeqCst)
     }
 
     /// Whether writes are refused.
@@ -369,7 +372,7 @@ impl Disk {
         }
         if size < old {
             // ORDER: whoever enters from now on sees the new size; whoever entered before is waited for.
-            self.image.show_size(size);
+            self.size.store(size, SeqCst);
             if !broken(Mutant::ResizeTail) {
                 self.tracker.quiesce().await;
             }
@@ -384,8 +387,11 @@ impl Disk {
         };
         if resized.is_ok() {
             *durable = size;
+            // ORDER: what the image holds before what is asked of it. Of a shorter disk it held the tail
+            // until now: a request that was under way read there, and after a failure the tail is back.
+            self.image.show_size(size);
         }
-        self.image.show_size(*durable);
+        self.size.store(*durable, SeqCst);
         resized
     }
 

@@ -14,7 +14,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 #[derive(Debug)]
 pub(crate) struct Raw {
     pub(crate) file: Arc<dyn Storage>,
-    /// The size that the guest sees, in bytes: the file's.
+    /// The size that it holds, in bytes: the file's.
     pub(crate) size: AtomicU64,
     pub(crate) latch: Latch,
     flushes: Group,

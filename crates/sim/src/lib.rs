@@ -20,6 +20,7 @@
 //! | [`coverage`] | [`Coverage`]: which requests and operations the cuts fell into |
 //! | [`make`] | qcow2 images made without the engine |
 //! | [`image`] | and inspected without it |
+//! | [`wrong`] | [`Wrong`]: broken rules and lies, which must be found |
 //! | [`disk`] | [`DiskSubject`]: the engine's disk, put through histories |
 //!
 //! Deliberately absent: real time, real files, threads; anything that a shipped program links.
@@ -39,6 +40,7 @@ pub mod oracle;
 pub mod plan;
 pub mod trace;
 pub mod workload;
+pub mod wrong;
 
 pub use chance::Chance;
 pub use coverage::Coverage;
@@ -51,3 +53,4 @@ pub use oracle::Oracle;
 pub use plan::{Lie, Plan};
 pub use trace::Trace;
 pub use workload::{Script, Shape, Step, Target};
+pub use wrong::Wrong;

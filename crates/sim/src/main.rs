@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use stillpoint_engine::mutant::{self, Mutant};
-use stillpoint_sim::disk::{DiskSubject, Scale, from_seed};
+use stillpoint_sim::disk::Scale;
 use stillpoint_sim::history::shrink;
-use stillpoint_sim::{Coverage, History, Lie, exhaustive};
+use stillpoint_sim::wrong::{history, try_play};
+use stillpoint_sim::{Coverage, Wrong, exhaustive};
 
 /// Plays histories of the engine's disk, with power cuts and faults, and judges what is left.
 #[derive(Debug, Parser)]
@@ -67,14 +67,6 @@ enum Mode {
     Off,
 }
 
-/// What is wrong on purpose.
-#[derive(Clone, Copy, Debug)]
-enum Wrong {
-    Nothing,
-    Rule(Mutant),
-    Disk(Lie),
-}
-
 /// What a search came to.
 struct Search {
     histories: u64,
@@ -83,25 +75,14 @@ struct Search {
     time: Duration,
 }
 
-fn history(seed: u64, scale: Scale, wrong: Wrong) -> (DiskSubject, History) {
-    let (subject, mut history) = from_seed(seed, scale);
-    if let Wrong::Disk(lie) = wrong {
-        history.plan.lie = Some(lie);
-    }
-    (subject, history)
-}
-
 /// Plays seeds until there are enough failures, or no more seeds or time.
-fn search(args: &Args, wrong: Wrong, bar: &ProgressBar) -> Search {
+fn search(args: &Args, wrong: Option<Wrong>, bar: &ProgressBar) -> Search {
     let begun = Instant::now();
     let limit = args.minutes.map(|minutes| Duration::from_secs(60 * minutes));
     let last = if limit.is_some() { u64::MAX } else { args.first.saturating_add(args.seeds) };
     let (next, done) = (AtomicU64::new(args.first), AtomicBool::new(false));
     let found = Mutex::new((0, Coverage::default(), Vec::new()));
     let work = || {
-        if let Wrong::Rule(rule) = wrong {
-            mutant::choose(Some(rule));
-        }
         loop {
             let seed = next.fetch_add(1, Relaxed);
             let late = limit.is_some_and(|limit| begun.elapsed() > limit);
@@ -111,7 +92,7 @@ fn search(args: &Args, wrong: Wrong, bar: &ProgressBar) -> Search {
             let scale = scale(args, wrong, seed);
             let (mut subject, history) = history(seed, scale, wrong);
             subject.sample = args.samples.as_ref().map(|folder| folder.join(seed.to_string()));
-            let played = history.try_play(&subject);
+            let played = try_play(&subject, &history, wrong);
             let mut found = found.lock().unwrap();
             found.0 += 1;
             bar.inc(1);
@@ -172,10 +153,12 @@ fn exhaust(args: &Args) -> ExitCode {
     ExitCode::from(u8::from(!failures.is_empty()))
 }
 
-/// What is wrong on purpose is found soonest by short and long histories in turn.
-fn scale(args: &Args, wrong: Wrong, seed: u64) -> Scale {
-    let mixed = !matches!(wrong, Wrong::Nothing) && seed % 4 == 3;
-    if args.long || mixed { Scale::Long } else { Scale::Short }
+fn scale(args: &Args, wrong: Option<Wrong>, seed: u64) -> Scale {
+    match wrong {
+        _ if args.long => Scale::Long,
+        None => Scale::Short,
+        Some(_) => Wrong::scale(seed),
+    }
 }
 
 fn progress(histories: Option<u64>) -> ProgressBar {
@@ -191,10 +174,10 @@ fn progress(histories: Option<u64>) -> ProgressBar {
 /// Plays on an engine and a disk that keep their rules; a failure is a fault.
 fn prove(args: &Args) -> ExitCode {
     let bar = progress(args.minutes.is_none().then_some(args.seeds));
-    let search = search(args, Wrong::Nothing, &bar);
+    let search = search(args, None, &bar);
     bar.finish_and_clear();
     for (seed, failure) in &search.failures {
-        let (subject, history) = history(*seed, scale(args, Wrong::Nothing, *seed), Wrong::Nothing);
+        let (subject, history) = history(*seed, scale(args, None, *seed), None);
         println!("FAILED seed {seed}: {failure}\n{subject:?}");
         let (history, failure) =
             shrink(&subject, &history, args.shrink).unwrap_or((history, failure.clone()));
@@ -216,46 +199,47 @@ fn prove(args: &Args) -> ExitCode {
     ExitCode::from(u8::from(!failures.is_empty()))
 }
 
-/// Looks for the faults that were put in on purpose, one after another.
-fn find(args: &Args, wrongs: &[(Wrong, &str)]) -> ExitCode {
-    println!("{:18} {:>8} {:>10} {:>9}  how it showed", "mutant", "seed", "histories", "seconds");
+/// Looks for the faults that were put in on purpose, one after another, and prints a table of them.
+fn find(args: &Args, wrongs: &[Row]) -> ExitCode {
+    println!("| mutant | what is wrong | seed | seconds to find it | how it showed |");
+    println!("|---|---|---|---|---|");
     let mut missed = 0;
-    for (wrong, name) in wrongs {
+    for &(wrong, name, what) in wrongs {
         let bar = progress(args.minutes.is_none().then_some(args.seeds));
-        let search = search(args, *wrong, &bar);
+        let search = search(args, Some(wrong), &bar);
         bar.finish_and_clear();
         let (seed, how) = match search.failures.first() {
             Some((seed, failure)) => (seed.to_string(), failure.lines().next().unwrap_or_default()),
             None => ("-".to_owned(), "NOT FOUND"),
         };
-        missed += u64::from(search.failures.is_empty());
+        missed += usize::from(search.failures.is_empty());
         let seconds = search.time.as_secs_f64();
-        let how: String = how.chars().take(90).collect();
-        println!("{name:18} {seed:>8} {:>10} {seconds:>9.1}  {how}", search.histories);
+        let how: String = how.chars().filter(|&letter| letter != '|').take(90).collect();
+        println!("| {name} | {what} | {seed} | {seconds:.1} | {how} |");
     }
-    println!("{} of {} found", wrongs.len() as u64 - missed, wrongs.len());
+    eprintln!("{} of {} found", wrongs.len() - missed, wrongs.len());
     ExitCode::from(u8::from(missed > 0))
 }
 
+type Row = (Wrong, &'static str, &'static str);
+
 /// The rows that `name` asks for.
-fn named<'a>(rows: impl Iterator<Item = (Wrong, &'a str)>, name: &str) -> Vec<(Wrong, &'a str)> {
-    rows.filter(|row| name == "all" || row.1 == name).collect()
+fn named(rows: Vec<Row>, name: &str) -> Vec<Row> {
+    rows.into_iter().filter(|row| name == "all" || row.1 == name).collect()
 }
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let rules = Mutant::ALL.iter().map(|&(rule, name, _)| (Wrong::Rule(rule), name));
-    let lies = Lie::ALL.iter().map(|&(lie, name)| (Wrong::Disk(lie), name));
     let wrongs = match (&args.mutant, &args.lie) {
-        (Some(name), _) => named(rules, name),
-        (_, Some(name)) => named(lies, name),
+        (Some(name), _) => named(Wrong::rules(), name),
+        (_, Some(name)) => named(Wrong::lies(), name),
         _ if args.exhaustive => return exhaust(&args),
         _ => return prove(&args),
     };
     if wrongs.is_empty() {
-        let mutants: Vec<_> = Mutant::ALL.iter().map(|row| row.1).collect();
-        let lies: Vec<_> = Lie::ALL.iter().map(|row| row.1).collect();
-        eprintln!("no such name; mutants: {}; lies: {}", mutants.join(", "), lies.join(", "));
+        let names = |rows: Vec<Row>| rows.iter().map(|row| row.1).collect::<Vec<_>>().join(", ");
+        let (mutants, lies) = (names(Wrong::rules()), names(Wrong::lies()));
+        eprintln!("no such name; mutants: {mutants}; lies: {lies}");
         return ExitCode::from(2);
     }
     find(&args, &wrongs)

@@ -32,12 +32,12 @@ pub enum Lie {
 }
 
 impl Lie {
-    /// All of them, by name.
-    pub const ALL: [(Lie, &str); 4] = [
-        (Lie::Flush, "ignored-flush"),
-        (Lie::Reorder, "reordered-flush"),
-        (Lie::DurableWrite, "ignored-fua"),
-        (Lie::Tear, "torn-sector"),
+    /// Each, its name, and what it does.
+    pub const ALL: [(Lie, &str, &str); 4] = [
+        (Lie::Flush, "ignored-flush", "a flush does nothing"),
+        (Lie::Reorder, "reordered-flush", "a flush leaves out one of the writes that it covers"),
+        (Lie::DurableWrite, "ignored-fua", "a durable write is not durable"),
+        (Lie::Tear, "torn-sector", "a power cut tears sectors in their middle"),
     ];
 }
 

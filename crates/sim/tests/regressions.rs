@@ -5,7 +5,7 @@
 
 use stillpoint_engine::{ImageFormat, Options};
 use stillpoint_sim::make::{Content, Spec};
-use stillpoint_sim::workload::Step::{self, Discard, Flush, Write, Zeroes};
+use stillpoint_sim::workload::Step::{self, Discard, Flush, Read, Resize, Write, Zeroes};
 use stillpoint_sim::{DiskSubject, History, Plan, Round, Script};
 
 fn spec(cluster_bits: u32, clusters: u64) -> Spec {
@@ -134,4 +134,50 @@ fn regression_durable_overwrite_beside_a_failed_commit_fails() {
     let tasks: Vec<Vec<Step>> = (0..6).map(|task_index| task(task_index * 4096)).collect();
     let tasks: Vec<&[Step]> = tasks.iter().map(Vec::as_slice).collect();
     play(200, &subject, &plan, &[(&tasks, WHOLE)]);
+}
+
+/// An unaligned write of a tail that was being cut off read zeros around itself, and wrote them; then the
+/// power failed, and the disk had its old size.
+#[test]
+fn regression_a_write_under_way_reads_the_tail_that_is_cut_off() {
+    let content = Some(Content { seed: 234034703706274736, snapshot: true });
+    let size = 540160;
+    let subject = qcow2(Spec { content, extended_l2: true, size, ..spec(14, 33) });
+    let plan = Plan {
+        sector: 4096,
+        request_align: 4096,
+        growth: (stillpoint_io::GrowMeans::Fallocate, 256 << 10),
+        write_errors_permille: 5,
+        capacity_blocks: 223,
+        slow_one_in: 5,
+        ..Plan::default()
+    };
+    let tasks = vec![
+        vec![
+            Write(0x76400..0x76600, false),
+            Zeroes(0x74a00..0x74c00, true, false),
+            Write(0x58e00..0x5ce00, false),
+            Read(0x50a00..0x54a00),
+            Resize(0x2fe00),
+        ],
+        vec![
+            Read(0x58600..0x58800),
+            Write(0x70000..0x74000, false),
+            Read(0x7a000..0x7e000),
+            Flush,
+            Write(0x5f600..0x68e00, true),
+        ],
+        vec![],
+        vec![
+            Read(0x76600..0x76800),
+            Read(0x5c000..0x60000),
+            Write(0x5e000..0x62000, false),
+            Read(0xe400..0xe600),
+        ],
+    ];
+    for seed in (0..10).chain([0x1083e7]) {
+        let rounds = vec![Round { script: Script { tasks: tasks.clone() }, steps: 2489 }];
+        let history = History { seed, plan: plan.clone(), queues: 1, probes: 27, rounds };
+        history.try_play(&subject).unwrap_or_else(|failure| panic!("{failure}\n{history}"));
+    }
 }

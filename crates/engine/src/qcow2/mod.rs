@@ -65,7 +65,7 @@ pub(crate) struct Qcow2 {
     /// The header as it was opened; what changes later is kept beside it.
     pub(crate) header: Header,
     pub(crate) codec: Codec,
-    /// The size that the guest sees, in bytes.
+    /// The size that it holds, in bytes.
     pub(crate) size: AtomicU64,
     pub(crate) backing: Option<Arc<Layer>>,
     pub(crate) policy: Policy,

@@ -61,7 +61,7 @@ impl Qcow2 {
 
     async fn read_runs(&self, queue: &Queue, offset: u64, into: &Segments) -> Done {
         let mut done = 0;
-        // Asked once: a resize may change it at any moment.
+        // Asked once: it may become longer at any moment.
         let size = self.size.load(SeqCst);
         // The last cluster is read whole blocks at a time and cut off at the disk's size afterwards.
         let mapped = size.next_multiple_of(self.cluster_size());
