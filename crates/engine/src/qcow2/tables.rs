@@ -169,7 +169,10 @@ impl Qcow2 {
                 return Ok(Some(pin));
             }
             let Some(before) = self.slice_home(key)? else { return Ok(None) };
-            if broken(Mutant::LoadLock) && !self.owns_table(key)? && queue.random() % 4 == 0 {
+            if broken(Mutant::LoadLock)
+                && !self.owns_table(key)?
+                && queue.random().is_multiple_of(4)
+            {
                 // The lock is fair: whoever waits for it would hardly ever be overtaken so far.
                 queue.sleep(Duration::from_millis(200)).await;
             }

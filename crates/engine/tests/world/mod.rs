@@ -1,8 +1,7 @@
-//! Files in memory that remember what was done to them, and a loop that runs a disk on them.
+//! Files in memory, and a loop that runs a disk on them.
 //!
 //! Operations end at once unless a test holds them, so a future waits for background work alone, which
-//! has a turn whenever it does. From the record of a file come the files that a power cut might have left:
-//! [`Log::cuts`].
+//! has a turn whenever it does. Deliberately absent: power cuts, which are the simulator's.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -19,157 +18,8 @@ use stillpoint_engine::offline::create::{Qcow2Options, create_qcow2};
 use stillpoint_engine::{Disk, ImageFormat, Options};
 use stillpoint_io::queue::{Job, Runtime};
 use stillpoint_io::{
-    Access, Background, Completion, Durability, Error, Facts, Files, Manage, MemoryFile, Queue,
-    Result, Segments, Storage,
+    Access, Background, Durability, Error, Files, MemoryFile, Queue, Result, Segments, Storage,
 };
-
-const SECTOR: usize = 512;
-
-/// What was done to a file.
-#[derive(Clone, Debug)]
-pub(crate) enum Done {
-    Write(u64, Vec<u8>),
-    Shape(Manage),
-    Flush,
-}
-
-/// A file in memory with a record of its changes.
-#[derive(Debug)]
-pub(crate) struct Recorded {
-    pub(crate) file: MemoryFile,
-    log: Mutex<Option<Log>>,
-}
-
-/// A file's changes since its first bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct Log {
-    first: Vec<u8>,
-    done: Vec<Done>,
-}
-
-impl Recorded {
-    /// Begins a record.
-    pub(crate) fn record(&self) {
-        *self.log.lock().unwrap() = Some(Log { first: self.file.bytes(), done: Vec::new() });
-    }
-
-    /// The record, which ends.
-    pub(crate) fn recorded(&self) -> Log {
-        self.log.lock().unwrap().take().expect("a record was begun")
-    }
-
-    fn note(&self, done: Done) {
-        if let Some(log) = self.log.lock().unwrap().as_mut() {
-            log.done.push(done);
-        }
-    }
-}
-
-impl Log {
-    /// Nothing was done.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.done.is_empty()
-    }
-
-    /// What a power cut after each change might have left: everything that a flush covers, and of the rest
-    /// nothing, all, or any sectors and shapes.
-    pub(crate) fn cuts(&self) -> Vec<Vec<u8>> {
-        let mut seed = 7u64;
-        let mut chance = move || {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            seed >> 62 & 1 == 0
-        };
-        let mut cuts = Vec::new();
-        let (mut durable, mut pending) = (self.first.clone(), Vec::new());
-        cuts.push(durable.clone());
-        for done in &self.done {
-            if let Done::Flush = done {
-                pending.drain(..).for_each(|done| apply(&mut durable, done, &mut || true));
-            } else {
-                pending.push(done);
-                for way in 0..3 {
-                    let mut bytes = durable.clone();
-                    for done in &pending {
-                        apply(&mut bytes, done, &mut || way == 0 || chance());
-                    }
-                    cuts.push(bytes);
-                }
-            }
-            cuts.push(durable.clone());
-        }
-        cuts
-    }
-}
-
-/// Brings a change into effect, or any sectors of it.
-fn apply(bytes: &mut Vec<u8>, done: &Done, keeps: &mut dyn FnMut() -> bool) {
-    match done {
-        Done::Write(offset, data) => write(bytes, *offset as usize, data, keeps),
-        Done::Shape(Manage::Grow { end, .. }) if keeps() => {
-            let end = bytes.len().max(*end as usize);
-            bytes.resize(end, 0);
-        }
-        Done::Shape(Manage::Shrink { end }) if keeps() => bytes.truncate(*end as usize),
-        Done::Shape(Manage::Punch { offset, length } | Manage::ZeroRange { offset, length }) => {
-            write(bytes, *offset as usize, &vec![0; *length as usize], keeps);
-        }
-        Done::Shape(_) | Done::Flush => {}
-    }
-}
-
-fn write(bytes: &mut [u8], offset: usize, data: &[u8], keeps: &mut dyn FnMut() -> bool) {
-    let (mut at, end) = (offset, bytes.len().min(offset + data.len()));
-    while at < end {
-        let next = end.min((at / SECTOR + 1) * SECTOR);
-        if keeps() {
-            bytes[at..next].copy_from_slice(&data[at - offset..next - offset]);
-        }
-        at = next;
-    }
-}
-
-impl Storage for Recorded {
-    fn name(&self) -> &str {
-        self.file.name()
-    }
-
-    fn facts(&self) -> &Facts {
-        self.file.facts()
-    }
-
-    fn end(&self) -> u64 {
-        self.file.end()
-    }
-
-    fn read(&self, queue: &Queue, offset: u64, into: Segments) -> Completion {
-        self.file.read(queue, offset, into)
-    }
-
-    fn write(
-        &self,
-        queue: &Queue,
-        offset: u64,
-        from: Segments,
-        durability: Durability,
-    ) -> Completion {
-        self.note(Done::Write(offset, from.to_vec()));
-        self.file.write(queue, offset, from, durability)
-    }
-
-    fn flush(&self, queue: &Queue) -> Completion {
-        self.note(Done::Flush);
-        self.file.flush(queue)
-    }
-
-    fn manage(&self, queue: &Queue, change: Manage) -> Completion {
-        self.note(Done::Shape(change));
-        self.file.manage(queue, change)
-    }
-
-    fn status(&self, queue: &Queue, offset: u64, length: u64) -> Completion {
-        self.file.status(queue, offset, length)
-    }
-}
 
 /// Files by name, and the loop that everything runs on.
 #[derive(Clone)]
@@ -182,7 +32,7 @@ struct Loop {
 
 #[derive(Default)]
 struct Shared {
-    files: Mutex<BTreeMap<String, Arc<Recorded>>>,
+    files: Mutex<BTreeMap<String, Arc<MemoryFile>>>,
     jobs: Mutex<VecDeque<Job>>,
 }
 
@@ -247,9 +97,9 @@ impl Files for Shared {
 }
 
 impl Shared {
-    fn insert(&self, file: MemoryFile) -> Arc<Recorded> {
+    fn insert(&self, file: MemoryFile) -> Arc<MemoryFile> {
         let name = file.name().to_owned();
-        let file = Arc::new(Recorded { file, log: Mutex::new(None) });
+        let file = Arc::new(file);
         self.files.lock().unwrap().insert(name, file.clone());
         file
     }
@@ -265,12 +115,12 @@ impl World {
     }
 
     /// Puts a file there under its own name.
-    pub(crate) fn insert(&self, file: MemoryFile) -> Arc<Recorded> {
+    pub(crate) fn insert(&self, file: MemoryFile) -> Arc<MemoryFile> {
         self.0.shared.insert(file)
     }
 
     /// The file called `name`.
-    pub(crate) fn file(&self, name: &str) -> Arc<Recorded> {
+    pub(crate) fn file(&self, name: &str) -> Arc<MemoryFile> {
         self.0.shared.files.lock().unwrap()[name].clone()
     }
 
