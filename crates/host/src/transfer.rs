@@ -253,3 +253,77 @@ impl Transfer {
         if count < 0 { -i64::from(crate::errno()) } else { count as i64 }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Seek, Write};
+
+    use super::*;
+
+    const LENGTH: usize = 10_000;
+
+    fn content(length: usize) -> Vec<u8> {
+        (0..length).map(|index| (index % 251) as u8).collect()
+    }
+
+    fn in_pieces(bytes: &[u8]) -> Segments {
+        let mut segments = Segments::from_slice(&bytes[..3000]);
+        segments.append(Segments::from_slice(&bytes[3000..]));
+        segments
+    }
+
+    /// Ends a transfer by calls that are interrupted, and that take a few bytes at a time.
+    fn run_in_bits(mut transfer: Transfer) -> Result<Value> {
+        let mut iovecs = Vec::new();
+        for turn in 0.. {
+            let result = if turn % 3 == 0 {
+                -i64::from(if turn % 2 == 0 { libc::EINTR } else { libc::EAGAIN })
+            } else {
+                let (start, length) = match transfer.window(&mut iovecs) {
+                    Window::One(start, length) => (start, length),
+                    Window::Many => (iovecs[0].iov_base.cast(), iovecs[0].iov_len),
+                };
+                let (fd, at) = (transfer.fd(), transfer.position() as i64);
+                let length = length.min(1 + turn * 37 % 900);
+                // SAFETY: the memory is the transfer's, and at least so long.
+                let count = unsafe {
+                    match transfer.direction {
+                        Direction::Read => libc::pread(fd, start.cast(), length, at),
+                        Direction::Write => libc::pwrite(fd, start.cast(), length, at),
+                    }
+                };
+                count as i64
+            };
+            if let Step::Ended(result, _) = transfer.advance(result) {
+                return result;
+            }
+        }
+        unreachable!("it has an end")
+    }
+
+    #[test]
+    fn short_and_interrupted_calls_go_round_until_everything_is_through() {
+        let mut host = tempfile::tempfile().unwrap();
+        let open = Arc::new(OpenFile::for_test(host.try_clone().unwrap().into()));
+        let from = in_pieces(&content(LENGTH));
+        run_in_bits(Transfer::write(open.clone(), 100, from, 1, false)).unwrap();
+        let mut found = Vec::new();
+        host.rewind().unwrap();
+        host.read_to_end(&mut found).unwrap();
+        assert_eq!(found[100..], content(LENGTH));
+
+        let into = in_pieces(&[9; LENGTH]);
+        run_in_bits(Transfer::read(open.clone(), 100, into.clone(), 1)).unwrap();
+        assert_eq!(into.to_vec(), content(LENGTH));
+    }
+
+    #[test]
+    fn a_read_beyond_the_end_is_filled_up_with_zeros() {
+        let mut host = tempfile::tempfile().unwrap();
+        host.write_all(&content(4000)).unwrap();
+        let open = Arc::new(OpenFile::for_test(host.into()));
+        let into = in_pieces(&[9; LENGTH]);
+        run_in_bits(Transfer::read(open, 0, into.clone(), 1)).unwrap();
+        assert_eq!(into.to_vec(), [content(4000), vec![0; LENGTH - 4000]].concat());
+    }
+}

@@ -66,8 +66,7 @@ pub struct Plan {
     pub write_errors_permille: u32,
     /// Flushes that fail with EIO; see [`crate::device`] on what is left then.
     pub flush_errors_permille: u32,
-    /// Growths, punches and zeroings that fail with EIO, or with EOPNOTSUPP although they were said
-    /// to work.
+    /// Growths, punches and zeroings that fail with EIO.
     pub manage_errors_permille: u32,
     /// Growths by `fallocate` and writes into holes that fail with ENOSPC.
     pub no_space_permille: u32,

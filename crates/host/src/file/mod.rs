@@ -78,6 +78,22 @@ impl OpenFile {
     }
 }
 
+#[cfg(test)]
+impl OpenFile {
+    /// A file through the page cache, locked by nobody.
+    pub(crate) fn for_test(fd: OwnedFd) -> OpenFile {
+        OpenFile {
+            fd,
+            name: "a file".to_owned(),
+            end: AtomicU64::new(0),
+            direct_align: AtomicU32::new(1),
+            dsync_works: AtomicBool::new(true),
+            nowait_works: AtomicBool::new(true),
+            shape: Mutex::new(()),
+        }
+    }
+}
+
 impl Drop for OpenFile {
     fn drop(&mut self) {
         lock::unlock(self.fd.as_fd());
