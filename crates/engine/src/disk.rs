@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use async_lock::Mutex as AsyncMutex;
+use async_lock::{Mutex as AsyncMutex, MutexGuard};
 use stillpoint_io::{Access, Background, Durability, Error, Files, Kind, Queue, Result, Segments};
 
 use crate::chain::Layer;
@@ -202,11 +202,11 @@ impl Disk {
         }
         let blocks = self.blocks(&range);
         if blocks == range {
-            let _entered = self.enter(&range, blocks, Mode::Shared).await?;
+            let _entered = self.enter_to_change(&range, blocks, Mode::Shared).await?;
             return self.write_blocks(queue, offset, &from, durability).await;
         }
         let mode = exclusive_unless(Mutant::R1Unaligned);
-        let _alone = self.enter(&range, blocks, mode).await?;
+        let _alone = self.enter_to_change(&range, blocks, mode).await?;
         Box::pin(self.write_alone(queue, range, from, durability)).await
     }
 
@@ -268,7 +268,7 @@ impl Disk {
             // However long it takes, others on this queue have their turns.
             queue.yield_now().await;
             let mode = exclusive_unless(Mutant::R1Zeroing);
-            let _alone = self.enter(&part, self.clusters(&part), mode).await?;
+            let _alone = self.enter_to_change(&part, self.clusters(&part), mode).await?;
             let rest = match &self.image {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
@@ -311,14 +311,15 @@ impl Disk {
                 Layer::Raw(raw) => {
                     let middle = self.inner_blocks(&part);
                     if !middle.is_empty() && raw.file.facts().can_punch {
-                        let _alone = self.enter(&part, middle.clone(), Mode::Exclusive).await?;
+                        let mode = Mode::Exclusive;
+                        let _alone = self.enter_to_change(&part, middle.clone(), mode).await?;
                         let zeroing = Zeroing { unmap: true, fast_only: true };
                         raw.zero(queue, middle.start, middle.end - middle.start, zeroing).await?;
                     }
                 }
                 Layer::Qcow2(image) => {
                     let mode = exclusive_unless(Mutant::R1Zeroing);
-                    let _alone = self.enter(&part, self.clusters(&part), mode).await?;
+                    let _alone = self.enter_to_change(&part, self.clusters(&part), mode).await?;
                     let _kept_as_it_is = image.clear(queue, part, Space::Released).await?;
                 }
             }
@@ -340,7 +341,7 @@ impl Disk {
     /// What the run of bytes at `offset` is, up to `length` bytes, or fewer than the run has.
     pub async fn status(&self, queue: &Queue, offset: u64, length: u64) -> Result<Status> {
         let range = self.check(offset, length, "look up")?;
-        // Registered, so that no table is given back while it is looked at (R4); nothing is excluded.
+        // Registered, so that no table is given back while it is looked at (R4).
         let _entered = self.enter(&range, offset..offset, Mode::Shared).await?;
         self.image.status(queue, offset, length, 0).await
     }
@@ -354,8 +355,8 @@ impl Disk {
     /// that have to keep their size, with what to do about it. After `NoSpace` the disk is as it was.
     pub async fn resize(&self, queue: &Queue, size: u64, shrink: bool) -> Result<()> {
         const OP: &str = "resize the disk";
-        let mut durable = self.resizing.lock().await;
-        let old = *durable;
+        let mut shown = Shown { disk: self, durable: self.resizing.lock().await };
+        let old = *shown.durable;
         self.check_change(0, 0, OP)?;
         if !size.is_multiple_of(512) {
             let why = format!("{size} bytes are no whole sectors");
@@ -377,22 +378,18 @@ impl Disk {
                 self.tracker.quiesce().await;
             }
         }
-        let resized = match &self.image {
-            _ if size == old => Ok(()),
-            Layer::Raw(raw) => raw.resize(queue, size).await,
+        match &self.image {
+            _ if size == old => {}
+            Layer::Raw(raw) => {
+                raw.resize(queue, size).await?;
+                shown.settle(size);
+            }
             Layer::Qcow2(image) => {
                 let write_zeros = async |range| self.write_zeros_out(queue, range).await;
-                image.resize(queue, old, size, write_zeros).await
+                image.resize(queue, old, size, write_zeros, || shown.settle(size)).await?;
             }
-        };
-        if resized.is_ok() {
-            *durable = size;
-            // ORDER: what the image holds before what is asked of it. Of a shorter disk it held the tail
-            // until now: a request that was under way read there, and after a failure the tail is back.
-            self.image.show_size(size);
         }
-        self.size.store(*durable, SeqCst);
-        resized
+        Ok(())
     }
 
     /// Waits for the requests under way, flushes, gives back space grown ahead and leaves the image
@@ -455,6 +452,18 @@ impl Disk {
         }
     }
 
+    /// Enters for a change; what has failed while it waited counts, too.
+    async fn enter_to_change(
+        &self,
+        range: &Range<u64>,
+        held: Range<u64>,
+        mode: Mode,
+    ) -> Result<Entered<'_>> {
+        let entered = self.enter(range, held, mode).await?;
+        self.check_latch()?;
+        Ok(entered)
+    }
+
     /// Enters the tracker for a request of `range` that holds the stripes of `held`.
     async fn enter(&self, range: &Range<u64>, held: Range<u64>, mode: Mode) -> Result<Entered<'_>> {
         let entered = self.tracker.enter(held, mode).await;
@@ -470,11 +479,15 @@ impl Disk {
         if self.is_read_only() {
             return Err(Error::new(Kind::ReadOnly, op, "the disk is opened for reading"));
         }
-        match &self.image {
-            Layer::Raw(raw) => raw.latch.check()?,
-            Layer::Qcow2(image) => image.writer().committer.latch.check()?,
-        }
+        self.check_latch()?;
         self.check(offset, length, op)
+    }
+
+    fn check_latch(&self) -> Result<()> {
+        match &self.image {
+            Layer::Raw(raw) => raw.latch.check(),
+            Layer::Qcow2(image) => image.writer().committer.latch.check(),
+        }
     }
 
     /// The whole blocks around a range.
@@ -497,6 +510,28 @@ impl Disk {
             Layer::Qcow2(image) => image.cluster_size().max(self.align),
         };
         range.start / unit * unit..range.end.next_multiple_of(unit)
+    }
+}
+
+/// A change of the size: when it ends, or is dropped, requests are held to the size that is durable.
+struct Shown<'a> {
+    disk: &'a Disk,
+    durable: MutexGuard<'a, u64>,
+}
+
+impl Shown<'_> {
+    /// The disk durably has `size`.
+    fn settle(&mut self, size: u64) {
+        *self.durable = size;
+        // ORDER: what the image holds before what is asked of it. Of a shorter disk it held the tail
+        // until now: a request that was under way read there, and after a failure the tail is back.
+        self.disk.image.show_size(size);
+    }
+}
+
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        self.disk.size.store(*self.durable, SeqCst);
     }
 }
 

@@ -122,11 +122,22 @@ impl Raw {
         } else {
             Manage::Shrink { end: size }
         };
-        self.file.manage(queue, change).await?;
+        let shorter = matches!(change, Manage::Shrink { .. });
+        // Dropped or failed in the middle, a cut leaves a length that nobody knows.
+        let unheard = self.latch.unless_heard();
+        let changed = self.file.manage(queue, change).await;
         self.changes.fetch_add(1, SeqCst);
         // ORDER: the length before the answer. And a cut before a later growth: without a barrier in
         // between a power cut could bring back what was cut off (J21).
-        self.flush(queue).await
+        let resized = match &changed {
+            Ok(_) => self.flush(queue).await,
+            Err(error) => Err(error.clone()),
+        };
+        unheard.heard();
+        if let (Err(error), true) = (&changed, shorter) {
+            self.latch.close(error);
+        }
+        resized
     }
 
     pub(crate) async fn extent(&self, queue: &Queue, offset: u64, length: u64) -> Result<Extent> {

@@ -563,3 +563,45 @@ fn closing_waits_for_a_resize() {
     assert_eq!(world.check().leaks, 0);
     assert_eq!(world.open().size(), 640 * KIB);
 }
+
+/// A caller that gives up in the middle leaves the size that the file has, or a disk that refuses writing.
+#[test]
+fn a_resize_that_is_dropped_leaves_the_size_that_is_durable() {
+    let (old, new) = (256 * KIB, 100 * KIB);
+    let mut latched = 0;
+    for steps in 0..40 {
+        let (world, _) = filled(PLAIN, old);
+        let (disk, file, queue) = (world.open(), world.file("disk"), world.queue());
+        file.hold(Some(Box::new(|operation| operation == Operation::Flush)));
+        let mut resize = Box::pin(disk.resize(&queue, new, true));
+        let ended = (0..steps).any(|_| {
+            let ended = world.poll(resize.as_mut()).is_some();
+            file.held().iter().for_each(Held::release);
+            ended
+        });
+        drop(resize);
+        file.hold(None);
+        file.held().iter().for_each(Held::release);
+        let there = Header::decode(&file.bytes()[..512], None).unwrap().size;
+        match world.resize(&disk, old) {
+            Err(error) => {
+                assert_eq!(error.kind(), Kind::Latched, "step {steps}");
+                latched += 1;
+            }
+            Ok(()) => {
+                assert!([old, new].contains(&there), "step {steps}");
+                world.write(&disk, 200 * KIB, &[9; 512]);
+                world.run(disk.flush(&queue)).unwrap();
+                let after = PLAIN.world(&file.bytes());
+                let found = after.read(&after.open(), 200 * KIB, 1024);
+                assert_eq!(found[..512], [9; 512], "step {steps}");
+                assert!(there == old || found[512..] == [0; 512], "step {steps}");
+            }
+        }
+        if ended {
+            assert!(latched > 0, "no step was in the middle of the header's write");
+            return;
+        }
+    }
+    panic!("it has no end");
+}

@@ -26,6 +26,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::Range;
 
+use stillpoint_io::Kind;
+
 use crate::chance::{mix, unmix};
 
 /// What a request writes: a number that is never used twice. See [`bytes_of`].
@@ -94,6 +96,7 @@ struct Sizes {
 pub struct Resize {
     old: u64,
     new: u64,
+    before: BTreeSet<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -194,6 +197,7 @@ impl Oracle {
     pub fn start_resize(&mut self, size: u64) -> Resize {
         let since = self.tick();
         let old = self.size;
+        let before = self.after_cut.clone();
         self.after_cut.insert(size);
         if size > self.end() {
             let zeros = Cell::new(size, self.durable(ZEROS));
@@ -206,18 +210,25 @@ impl Oracle {
             self.left_open(request);
         }
         self.sizes.push(Sizes { since, low: old.min(size), high: old.max(size) });
-        Resize { old, new: size }
+        Resize { old, new: size, before }
     }
 
-    /// That has ended.
-    pub fn resized(&mut self, resize: Resize, succeeded: bool) {
+    /// That has ended. Without space, or refused, nothing has changed; after another failure a cut may
+    /// show either size.
+    pub fn resized(&mut self, resize: Resize, result: &stillpoint_io::Result<()>) {
         let since = self.tick();
-        if succeeded {
-            self.size = resize.new;
-            self.after_cut = BTreeSet::from([self.size]);
-            if resize.new < resize.old {
-                self.reset(resize.new..resize.old);
+        match result {
+            Ok(()) => {
+                self.size = resize.new;
+                self.after_cut = BTreeSet::from([self.size]);
+                if resize.new < resize.old {
+                    self.reset(resize.new..resize.old);
+                }
             }
+            Err(error) if matches!(error.kind(), Kind::NoSpace | Kind::Invalid) => {
+                self.after_cut = resize.before;
+            }
+            Err(_) => {}
         }
         self.sizes.push(Sizes { since, low: self.size, high: self.size });
     }
@@ -307,6 +318,11 @@ impl Oracle {
     /// A write or write-zeroes has succeeded; `durable` if it promised to be.
     pub fn written(&mut self, request: Request, durable: bool) {
         let ended = self.tick();
+        // What is durable beyond the old end is nowhere if the disk ends there.
+        let end = request.range.end;
+        if durable && end > self.size {
+            self.after_cut.retain(|&size| size >= end);
+        }
         for cell in self.cells_in(&request.range) {
             for candidate in &mut cell.candidates {
                 if candidate.ended < request.started {
@@ -331,6 +347,13 @@ impl Oracle {
                     candidate.ended = ended;
                 }
             }
+        }
+    }
+
+    /// A request was refused, and has done nothing.
+    pub fn withdrawn(&mut self, request: Request) {
+        for cell in self.cells_in(&request.range) {
+            cell.candidates.retain(|candidate| candidate.started != request.started);
         }
     }
 

@@ -370,14 +370,17 @@ impl<T: Target> Run<T> {
                 let request = oracle().start_zeroes(range.clone());
                 let length = range.end - range.start;
                 let result = self.target.discard(queue, range.start, length).await;
-                oracle().left_open(request);
+                match &result {
+                    Err(error) if error.kind() == Kind::Invalid => oracle().withdrawn(request),
+                    _ => oracle().left_open(request),
+                }
                 result
             }
             Step::Status(range) => self.status(queue, range).await,
             Step::Resize(size) => {
                 let resize = oracle().start_resize(size);
                 let result = self.target.resize(queue, size).await;
-                oracle().resized(resize, result.is_ok());
+                oracle().resized(resize, &result);
                 result
             }
             Step::Flush => {
@@ -419,6 +422,9 @@ impl<T: Target> Run<T> {
     fn finish(&self, request: oracle::Request, durable: bool, result: Result<()>) -> Result<()> {
         match &result {
             Ok(()) => self.oracle.borrow_mut().written(request, durable),
+            Err(error) if error.kind() == Kind::Invalid => {
+                self.oracle.borrow_mut().withdrawn(request)
+            }
             Err(_) => self.oracle.borrow_mut().left_open(request),
         }
         result

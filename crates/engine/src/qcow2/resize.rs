@@ -83,13 +83,15 @@ impl Qcow2 {
     }
 
     /// Makes the image one of `new` bytes instead of `old`. One at a time; and of a shorter disk nobody
-    /// uses the tail any more. `write_zeros` writes zeros to a range whose stripes are held.
+    /// uses the tail any more. `write_zeros` writes zeros to a range whose stripes are held; `settle` is
+    /// called when the new size is durable.
     pub(crate) async fn resize(
         &self,
         queue: &Queue,
         old: u64,
         new: u64,
         write_zeros: impl AsyncFn(Range<u64>) -> Done,
+        settle: impl FnOnce(),
     ) -> Done {
         let clusters = |size: u64| size.next_multiple_of(self.cluster_size());
         if new < old {
@@ -98,6 +100,7 @@ impl Qcow2 {
                 self.clear_said(queue, tail.clone(), 0, Space::Forgotten, &write_zeros).await?;
             }
             self.write_size(queue, new).await?;
+            settle();
             let cleared = self.clear_said(queue, tail, 0, Space::Forgotten, &write_zeros).await;
             if let Err(error) = cleared.and(self.commit(queue).await) {
                 // The disk is shorter all the same; a later growth clears what is left.
@@ -118,7 +121,9 @@ impl Qcow2 {
             // ORDER: zeros before the size that shows them.
             self.commit(queue).await?;
         }
-        self.write_size(queue, new).await
+        self.write_size(queue, new).await?;
+        settle();
+        Ok(())
     }
 
     /// Clears the parts of `range` that a table says something of, or that the backing file shows, below
@@ -214,6 +219,8 @@ impl Qcow2 {
             self.write_header(queue, HEADER_L1, &fields).await?;
             self.l2.grow(entry_count * (self.cluster_size() / self.slice_bytes()));
             self.l1.moved(host_offset, entry_count);
+            // Once more: the clusters of tables may have been looked up meanwhile, from the old L1.
+            self.hold_tables(clusters.clone());
             Ok(())
         };
         committer.commits.between(write).await
